@@ -1,13 +1,15 @@
 """All exceptions of bough, as one tree.
 
     BoughError
-    ├── InvalidRequest       the caller's fault: names the field, what it must be, and its value
-    │   ├── ContextExceeded  the prompt leaves no room for output, whatever is done
-    │   ├── InvalidTree      names the node
-    │   └── InvalidCurve     names the entry of a cost curve
+    ├── FieldError           carries its parts: the field, what it must be, and what it was
+    │   ├── InvalidRequest   the caller's fault
+    │   │   ├── ContextExceeded  the prompt leaves no room for output, whatever is done
+    │   │   ├── InvalidTree  names the node
+    │   │   └── InvalidCurve names the entry of a cost curve
+    │   ├── NotFound         no such session or request
+    │   ├── AlreadyRunning   a request with the same id or in the same session runs; wait for its end
+    │   └── InvalidSetting, InvalidModel  below
     ├── Unauthenticated      the caller has no valid key
-    ├── NotFound             no such session or request
-    ├── AlreadyRunning       a request with the same id or in the same session runs; wait for its end
     ├── PrefixMissing        the worker has not cached the caller's prefix; carries what it has cached
     ├── StaleEpoch           the session has been claimed by a newer epoch
     ├── Exhausted            no capacity now; the same call may succeed later, and may say when
@@ -19,7 +21,9 @@
     │   ├── AcceleratorLost  a worker's device only returns errors; its process ends
     │   └── StreamError      weights could not be read
     ├── ConfigError          an invalid setting, found at start
+    │   ├── InvalidSetting   names the flag or variable
     │   └── CheckpointError  an invalid model folder, found at start
+    │       └── InvalidModel what was given is no model, or one that cannot be fetched
     └── PairingError         two incompatible workers
 
 `bough.rpc.status_map` alone maps them to gRPC statuses.
@@ -27,12 +31,45 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class BoughError(Exception):
     """The base of all errors; their texts are meant for users."""
 
 
-class InvalidRequest(BoughError):
+class FieldError(BoughError):
+    """An error about one field; its text is "field: problem, got ..."."""
+
+    def __init__(self, field: str, problem: object, got: object = None) -> None:
+        super().__init__(field, str(problem), None if got is None else str(got))
+
+    @property
+    def field(self) -> str:
+        """Its name as the caller knows it; empty if unknown."""
+        return str(self.args[0])
+
+    @property
+    def problem(self) -> str:
+        """What the field must be, or what is wrong with it."""
+        return str(self.args[1])
+
+    @property
+    def got(self) -> str | None:
+        """What the field was; None if that does not help."""
+        got: str | None = self.args[2]
+        return got
+
+    def __str__(self) -> str:
+        prefix = f"{self.field}: " if self.field else ""
+        return prefix + self.problem + ("" if self.got is None else f", got {self.got}")
+
+    def named(self, field: str) -> Self:
+        """The same error of the field by another name."""
+        return type(self)(field, self.problem, self.got)
+
+
+class InvalidRequest(FieldError):
     """A field of a request is invalid."""
 
 
@@ -52,11 +89,11 @@ class Unauthenticated(BoughError):
     """The caller has no valid key; the text does not say which part is wrong."""
 
 
-class NotFound(BoughError):
+class NotFound(FieldError):
     """A session or request does not exist here."""
 
 
-class AlreadyRunning(BoughError):
+class AlreadyRunning(FieldError):
     """A request with the same id, or another one of the session, has not ended yet."""
 
 
@@ -121,8 +158,16 @@ class ConfigError(BoughError):
     """A setting is unknown, malformed or contradictory."""
 
 
+class InvalidSetting(FieldError, ConfigError):
+    """A flag or variable cannot be read, or contradicts another."""
+
+
 class CheckpointError(ConfigError):
     """A model folder is missing, incomplete or inconsistent."""
+
+
+class InvalidModel(FieldError, CheckpointError):
+    """A model that does not exist, or cannot be fetched; the field is `model`, or the flag that gave it."""
 
 
 class PairingError(BoughError):

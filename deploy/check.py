@@ -100,8 +100,8 @@ def _validated(model: type[Schema], value: Any, where: str) -> Schema:
     try:
         return model.model_validate(value, extra="forbid")
     except ValidationError as exc:
-        name, problem = first_refusal(exc, lambda value: repr(value)[:MOST_SHOWN])
-        raise ConfigError(f"{where}{name}: {problem}") from exc
+        refused = first_refusal(exc, lambda value: repr(value)[:MOST_SHOWN])
+        raise ConfigError(str(refused.named(where + refused.field))) from exc
 
 
 def require_resources(config: Mapping[str, Any], nodes: tuple[Node, ...]) -> None:

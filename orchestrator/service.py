@@ -94,7 +94,7 @@ def require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
     )
     for name, number, most in counts:
         if number > most:
-            raise InvalidRequest(f"{name}: must have at most {most} entries, got {number}")
+            raise InvalidRequest(name, f"must have at most {most} entries", number)
     return sum(number for _, number, _ in counts)
 
 
@@ -102,7 +102,7 @@ def checked(request: pb.GenerateRequest, vocab_size: int) -> tuple[Prompt, Gener
     """Convert a request. Raises InvalidRequest for ids of no model, before they become objects ten times as large."""
     ids = request.token_ids.ids
     if ids and (largest := max(ids)) >= vocab_size:
-        raise InvalidRequest(f"token_ids.ids: must be 0 to {vocab_size - 1}, got {largest}")
+        raise InvalidRequest("token_ids.ids", f"must be 0 to {vocab_size - 1}", largest)
     return wire.request_from_wire(request)
 
 

@@ -103,7 +103,7 @@ def verdict_by(law: Law, job: VerifyJob, allowed: AllowedTokens | None = None) -
     call, tree = job.call, job.tree
     if call.is_given:
         raise InvalidRequest(
-            "prompt_logprobs: must be left out, as simulated workers know no probabilities of a prompt"
+            "prompt_logprobs", "must be left out, as simulated workers know no probabilities of a prompt"
         )
     root, prompt_length = int(tree.tokens[0]), call.context.prompt_length
     text = TrueText(law, call.sampling, job.text.tokens, root, prompt_length, allowed)

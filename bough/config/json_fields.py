@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
+
+from bough.errors import InvalidRequest
 
 
 def must(text: str) -> PydanticCustomError:
@@ -15,24 +16,24 @@ def must(text: str) -> PydanticCustomError:
     return PydanticCustomError("must", "{text}", {"text": text})
 
 
-def first_refusal(error: ValidationError, shown: Callable[[object], str] = repr) -> tuple[str, str]:
-    """The path of the first invalid field, empty for the whole, and what is wrong with it; `shown` quotes a value."""
+def first_refusal(error: ValidationError, shown: Callable[[object], str] = repr) -> InvalidRequest:
+    """The error of the first invalid field, by its path, empty for the whole; `shown` quotes a value."""
     first: Any = error.errors(include_url=False)[0]
+    path = _path(first["loc"])
     match first["type"]:
         case "json_invalid":
-            problem = f"no JSON: {first['ctx']['error']}"
+            return InvalidRequest(path, f"no JSON: {first['ctx']['error']}")
         case "missing":
-            problem = "missing; must be given"
+            return InvalidRequest(path, "missing; must be given")
         case "extra_forbidden" | "unexpected_keyword_argument":
-            problem = "no such field; must be left out"
+            return InvalidRequest(path, "no such field; must be left out")
         case "value_error":
-            problem = f"{first['ctx']['error']}"
+            return InvalidRequest(path, first["ctx"]["error"])
         case "must":
-            problem = f"must {first['msg']}, got {shown(first['input'])}"
-        case _:
-            must = re.sub("^(Input|List|String|Dictionary) should ", "", first["msg"]).partition(" after validation")[0]
-            problem = f"must {must[:1].lower()}{must[1:]}, got {shown(first['input'])}"
-    return _path(first["loc"]), problem
+            must = first["msg"]
+        case _:  # in pydantic's words
+            must = first["msg"].rpartition(" should ")[2].partition(" after validation")[0]
+    return InvalidRequest(path, f"must {must[:1].lower()}{must[1:]}", shown(first["input"]))
 
 
 def _path(location: tuple[int | str, ...]) -> str:

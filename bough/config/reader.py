@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_switch
-from bough.errors import ConfigError
+from bough.errors import ConfigError, InvalidSetting
 
 ENV_PREFIX = "BOUGH"
 # Kubernetes and Docker describe each Service in the environment of all containers: one named `bough-orchestrator` by
@@ -131,7 +131,7 @@ def _read(name: str, f: Field[Any], text: str) -> Any:
     try:
         return f.metadata["parse"](text)
     except ValueError as exc:
-        raise ConfigError(f"{name}: {exc}, got {text!r}") from exc
+        raise InvalidSetting(name, exc, repr(text)) from exc
 
 
 class _Parser(FlagParser):

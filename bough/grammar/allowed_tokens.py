@@ -65,7 +65,7 @@ class Grammars:
         try:
             return self.process(grammar, cache_salt).call(operation, payload, fields)
         except Refused as exc:
-            raise InvalidRequest(f"constraint: {exc}") from exc
+            raise InvalidRequest("constraint", exc) from exc
 
     def process(self, grammar: str, cache_salt: str = "") -> GrammarProcess:
         """The process of a grammar; that of the grammar which was not used for longest ends for a new one."""
@@ -80,7 +80,7 @@ class Grammars:
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         if not self._files.eos_token_ids:
-            raise InvalidRequest("constraint: must be left out: this model has no token that ends a text")
+            raise InvalidRequest("constraint", "must be left out: this model has no token that ends a text")
         num_tokens = max(self.vocab_size, len(self._files.vocabulary))
         return Vocabulary(self._files.tokenizer_json, num_tokens, self._files.eos_token_ids)
 

@@ -50,21 +50,21 @@ def _checked(constraint: Constraint, _cache_salt: str) -> str:
         len(text or "") for text in (constraint.json_schema, constraint.regex, constraint.lark, *constraint.choices)
     )
     if size > MAX_GRAMMAR:
-        raise InvalidRequest(f"constraint: must be at most {MAX_GRAMMAR} characters, got {size}")
+        raise InvalidRequest("constraint", f"must be at most {MAX_GRAMMAR} characters", size)
     name, grammar = _written(constraint)
     if len(grammar) > MAX_GRAMMAR:
-        raise InvalidRequest(f"constraint.{name}: must be at most {MAX_GRAMMAR} characters, got {len(grammar)}")
-    _called(f"constraint.{name}: must be one that can be followed", "check", grammar=grammar)
+        raise InvalidRequest(f"constraint.{name}", f"must be at most {MAX_GRAMMAR} characters", len(grammar))
+    _called(f"constraint.{name}", "must be one that can be followed", "check", grammar=grammar)
     return grammar
 
 
-def _called(problem: str, operation: str, **fields: object) -> str:
-    """The grammar that a process which reads grammars answers with, if any. Raises InvalidRequest with the problem."""
+def _called(field: str, must: str, operation: str, **fields: object) -> str:
+    """The grammar that a process which reads grammars answers with, if any. Raises InvalidRequest of the field."""
     process = _PROCESSES.get()
     try:
         return str(process.call(operation, fields=fields)[0].get("grammar", ""))
     except Refused as exc:
-        raise InvalidRequest(f"{problem}: {exc}") from exc
+        raise InvalidRequest(field, f"{must}: {exc}") from exc
     finally:
         _PROCESSES.put(process)
 
@@ -81,45 +81,43 @@ def _written(constraint: Constraint) -> tuple[str, str]:
             return "lark", _of_rules(_not_empty("lark", lark))
     names = "json_schema", "regex", "choices", "lark"
     given = " and ".join(name for name in names if getattr(constraint, name) not in (None, ())) or "none"
-    raise InvalidRequest(f"constraint: must have exactly one of {', '.join(names)}, got {given}")
+    raise InvalidRequest("constraint", f"must have exactly one of {', '.join(names)}", given)
 
 
 def _of_regex(regex: str) -> str:
-    return _called("constraint.regex: must be one that can be followed", "write_regex", regex=regex)
+    return _called("constraint.regex", "must be one that can be followed", "write_regex", regex=regex)
 
 
 def _of_rules(rules: str) -> str:
     """Rules in Lark; those in EBNF, as other servers read them, are rewritten."""
     if "::=" not in rules or _LARK.search(rules):
         return rules
-    return _called("constraint.lark: must be Lark, or EBNF as llama.cpp reads it", "write_lark", rules=rules)
+    return _called("constraint.lark", "must be Lark, or EBNF as llama.cpp reads it", "write_lark", rules=rules)
 
 
 def _of_schema(schema: str, spacing: Spacing = FLEXIBLE) -> str:
     try:
         parsed = json.loads(schema)
     except (ValueError, RecursionError) as exc:
-        raise InvalidRequest(f"constraint.json_schema: must be JSON, got {schema[:64]!r}: {exc}") from exc
+        raise InvalidRequest("constraint.json_schema", "must be JSON", f"{schema[:64]!r}: {exc}") from exc
     if not isinstance(parsed, dict):
-        raise InvalidRequest(f"constraint.json_schema: must be an object, got {schema[:64]!r}")
+        raise InvalidRequest("constraint.json_schema", "must be an object", repr(schema[:64]))
     _require_readable(parsed)
-    problem = f"constraint.json_schema: must be JSON, got {schema[:64]!r}"
-    return _called(problem, "write_schema", schema=schema, spacing=spacing)
+    must = f"must be JSON, got {schema[:64]!r}"
+    return _called("constraint.json_schema", must, "write_schema", schema=schema, spacing=spacing)
 
 
 def _require_readable(schema: object) -> None:
     """Refuse what is known to be too much for llguidance, before a process is lost over it. Raises InvalidRequest."""
     for part in _parts(schema):
         if isinstance(part, int | float) and part < LEAST_NUMBER:
-            raise InvalidRequest(
-                f"constraint.json_schema: numbers must be at least {LEAST_NUMBER}, got {str(part)[:32]}"
-            )
+            raise InvalidRequest("constraint.json_schema", f"numbers must be at least {LEAST_NUMBER}", str(part)[:32])
         alternatives = part.get("allOf") if isinstance(part, dict) else None
         conditions = alternatives if isinstance(alternatives, list) else []
         num_patterns = sum(isinstance(condition, dict) and "pattern" in condition for condition in conditions)
         if num_patterns > MAX_PATTERNS:
             raise InvalidRequest(
-                f"constraint.json_schema: allOf must have at most {MAX_PATTERNS} patterns, got {num_patterns}"
+                "constraint.json_schema", f"allOf must have at most {MAX_PATTERNS} patterns", num_patterns
             )
 
 
@@ -144,7 +142,7 @@ def either(first: str, second: str) -> str:
     grammars = [start, _part(first) | {"name": "first"}, _part(second) | {"name": "second"}]
     grammar = json.dumps({"grammars": grammars}, ensure_ascii=False)
     if len(grammar) > MAX_GRAMMAR:
-        raise InvalidRequest(f"constraint: must be at most {MAX_GRAMMAR} characters with tools, got {len(grammar)}")
+        raise InvalidRequest("constraint", f"must be at most {MAX_GRAMMAR} characters with tools", len(grammar))
     return grammar
 
 
@@ -159,7 +157,7 @@ def before(field: str, rules: str, answer: str) -> str:
     parts["grammars"].insert(0, {"name": "output", "lark_grammar": rules})
     joined = json.dumps(parts, ensure_ascii=False)
     if len(joined) > MAX_GRAMMAR:
-        raise InvalidRequest(f"{field}: must make a grammar of at most {MAX_GRAMMAR} characters, got {len(joined)}")
+        raise InvalidRequest(field, f"must make a grammar of at most {MAX_GRAMMAR} characters", len(joined))
     return joined
 
 
@@ -180,12 +178,12 @@ def embedded_schema(schema: str) -> str:
 
 def _alternatives(choices: tuple[str, ...]) -> str:
     if len(choices) > MAX_CHOICES:
-        raise InvalidRequest(f"constraint.choices: must have at most {MAX_CHOICES} entries, got {len(choices)}")
+        raise InvalidRequest("constraint.choices", f"must have at most {MAX_CHOICES} entries", len(choices))
     texts = (_not_empty(f"choices[{index}]", choice) for index, choice in enumerate(choices))
     return "start: " + " | ".join(map(json.dumps, texts))
 
 
 def _not_empty(name: str, text: str) -> str:
     if not text:
-        raise InvalidRequest(f"constraint.{name}: must be a non-empty text, got ''")
+        raise InvalidRequest(f"constraint.{name}", "must be a non-empty text", "''")
     return text

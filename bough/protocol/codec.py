@@ -21,11 +21,11 @@ MAX_VOCAB = 2**31 - 1  # token ids are int32
 def context_from_wire(message: common_pb2.Context, vocab_size: int) -> m.Context:
     """Raises InvalidRequest for a missing session id, a too long id or salt, or a token outside the vocabulary."""
     if not message.session_id:
-        raise InvalidRequest("context.session_id: must not be empty, got ''")
+        raise InvalidRequest("context.session_id", "must not be empty", "''")
     for name in ("session_id", "cache_salt"):
         length = len(getattr(message, name))
         if length > MAX_INNER_NAME_LENGTH:
-            raise InvalidRequest(f"context.{name}: must be at most {MAX_INNER_NAME_LENGTH} characters, got {length}")
+            raise InvalidRequest(f"context.{name}", f"must be at most {MAX_INNER_NAME_LENGTH} characters", length)
     require_tokens("context.tokens", message.tokens, vocab_size)
     return read(message, m.Context)
 
@@ -34,7 +34,7 @@ def require_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     """Raises InvalidRequest naming the first token outside the vocabulary."""
     for index, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
-            raise InvalidRequest(f"{name}[{index}]: must be 0 to {vocab_size - 1}, got {token}")
+            raise InvalidRequest(f"{name}[{index}]", f"must be 0 to {vocab_size - 1}", token)
 
 
 def grow_call_to_wire(call: m.GrowCall) -> draft_pb2.GrowRequest:
@@ -46,7 +46,7 @@ def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nod
     """Convert and check every field; `vocab_size` is the draft model's. Raises InvalidRequest."""
     vocab_size = message.vocab_size or vocab_size
     if vocab_size > MAX_VOCAB:
-        raise InvalidRequest(f"vocab_size: must be at most {MAX_VOCAB}, got {vocab_size}")
+        raise InvalidRequest("vocab_size", f"must be at most {MAX_VOCAB}", vocab_size)
     require_tokens("root_token", [message.root_token], vocab_size)
     plan = TreePlan(**from_fields(message, TreePlan, "guess"))
     require_growth("growth", plan.growth, max_nodes)
@@ -78,7 +78,7 @@ def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, ma
     call = m.VerifyCall(context=context, tree=tree, **from_fields(message, m.VerifyCall, "context", "tree"))
     tree.validate(vocab_size, max_nodes, call.scheme)
     if call.is_given and (call.scheme is not Scheme.TARGET or not call.tree.is_chain):
-        raise InvalidRequest("is_given: must be false unless the tree is a chain, and the scheme target")
+        raise InvalidRequest("is_given", "must be false unless the tree is a chain, and the scheme target")
     call.sampling.validate(vocab_size)
     return call
 

@@ -25,7 +25,7 @@ def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
     for name, value, most in numbers:
         least = 1 if name == "max_tokens" and options.prompt_logprobs is None else 0
         if value is not None and not least <= value <= most:
-            raise InvalidRequest(f"{name}: must be {least} to {most}, got {value}")
+            raise InvalidRequest(name, f"must be {least} to {most}", value)
     if speculation.growth is not None:
         require_growth("speculation.growth", speculation.growth, MAX_UINT32)
 
@@ -59,6 +59,6 @@ def require_text(name: str, text: str) -> str:
         text.encode()
     except UnicodeEncodeError as exc:
         raise InvalidRequest(
-            f"{name}: must be UTF-8, got {text[exc.start : exc.start + 16]!r} at character {exc.start}"
+            name, "must be UTF-8", f"{text[exc.start : exc.start + 16]!r} at character {exc.start}"
         ) from exc
     return text

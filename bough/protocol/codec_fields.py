@@ -29,7 +29,7 @@ def _mode_from_wire(name: str, text: str) -> Mode:
         return Mode(text)
     except ValueError as exc:
         known = ", ".join(mode.value for mode in Mode)
-        raise InvalidRequest(f"{name}: must be one of {known}, got {text!r}") from exc
+        raise InvalidRequest(name, f"must be one of {known}", repr(text)) from exc
 
 
 _CONVERSIONS: Mapping[Any, _Conversion] = {

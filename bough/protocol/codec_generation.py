@@ -39,7 +39,9 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
             message.text = text
         case g.ChatPrompt(messages, tools, kwargs):
             if tools is not None or any(one.tool_calls or one.tool_call_id for one in messages):
-                raise InvalidRequest("chat.tools: must be left out, tool calls in messages too: they are for HTTP only")
+                raise InvalidRequest(
+                    "chat.tools", "must be left out, tool calls in messages too: they are for HTTP only"
+                )
             message.chat.SetInParent()
             message.chat.chat_template_kwargs = kwargs
             message.chat.messages.extend(
@@ -54,7 +56,7 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
 def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.GenerateOptions]:
     """Convert a request; raises InvalidRequest without a prompt. Ranges are checked once the model is known."""
     if message.sampling.grammar:
-        raise InvalidRequest("sampling.grammar: must be left out, as requests have a constraint instead")
+        raise InvalidRequest("sampling.grammar", "must be left out, as requests have a constraint instead")
     sampling = from_fields(message.sampling, g.GenerateOptions, *OTHERS)
     options = g.GenerateOptions(**sampling, **from_fields(message, g.GenerateOptions, *SAMPLING))
     return _prompt_from_wire(message), options
@@ -70,7 +72,7 @@ def _prompt_from_wire(message: pb.GenerateRequest) -> g.Prompt:
         case "token_ids":
             return g.TokenPrompt(tuple(message.token_ids.ids))
         case _:
-            raise InvalidRequest("prompt: must be text, chat or token_ids, got none")
+            raise InvalidRequest("prompt", "must be text, chat or token_ids", "none")
 
 
 def event_to_wire(event: g.Event) -> pb.GenerateEvent:

@@ -26,7 +26,7 @@ def growth_from_wire(name: str, message: common_pb2.Growth) -> Growth:
         case "shape":
             return StaticShape(tuple(message.shape.parents))
         case _:
-            raise InvalidRequest(f"{name}: must be best_first or shape, got none")
+            raise InvalidRequest(name, "must be best_first or shape", "none")
 
 
 def scheme_from_wire(name: str, value: int) -> Scheme:
@@ -35,4 +35,4 @@ def scheme_from_wire(name: str, value: int) -> Scheme:
         if number == value:
             return scheme
     known = ", ".join(f"{number} ({scheme.value})" for scheme, number in SCHEMES.items())
-    raise InvalidRequest(f"{name}: must be one of {known}, got {value}")
+    raise InvalidRequest(name, f"must be one of {known}", value)

@@ -30,8 +30,9 @@ def tree_from_wire(message: common_pb2.Tree) -> Tree:
     size = len(message.tokens)
     if size == 0 or len(message.parents) != size - 1 or len(message.log_probs) != size - 1:
         raise InvalidTree(
-            "tree: must have at least one node, and a parent and a log_prob for each node but the root, "
-            f"got {size} tokens, {len(message.parents)} parents and {len(message.log_probs)} log_probs"
+            "tree",
+            "must have at least one node, and a parent and a log_prob for each node but the root",
+            f"{size} tokens, {len(message.parents)} parents and {len(message.log_probs)} log_probs",
         )
     parents = np.concatenate(([-1], np.minimum(message.parents, 2**31 - 1))).astype(np.int32)
     return Tree(

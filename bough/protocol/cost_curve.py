@@ -33,23 +33,23 @@ class CostCurve:
         """
         if not 1 <= len(self.rows) <= MAX_KNOTS or len(self.rows) != len(self.seconds):
             raise InvalidCurve(
-                f"{name}: must have 1 to {MAX_KNOTS} rows and as many seconds, "
-                f"got {len(self.rows)} rows and {len(self.seconds)} seconds"
+                name,
+                f"must have 1 to {MAX_KNOTS} rows and as many seconds",
+                f"{len(self.rows)} rows and {len(self.seconds)} seconds",
             )
         if not 1 <= self.step <= MAX_ROWS:
-            raise InvalidCurve(f"{name}.step: must be 1 to {MAX_ROWS}, got {self.step}")
+            raise InvalidCurve(f"{name}.step", f"must be 1 to {MAX_ROWS}", self.step)
         for index, (rows, seconds) in enumerate(zip(self.rows, self.seconds, strict=True)):
             least = self.rows[index - 1] + 1 if index else 1
             if not least <= rows <= MAX_ROWS:
-                raise InvalidCurve(f"{name}.rows[{index}]: must be {least} to {MAX_ROWS}, as rows ascend, got {rows}")
+                raise InvalidCurve(f"{name}.rows[{index}]", f"must be {least} to {MAX_ROWS}, as rows ascend", rows)
             if not 0 < seconds <= MAX_SECONDS or not math.isfinite(seconds):  # also catches NaN
-                raise InvalidCurve(
-                    f"{name}.seconds[{index}]: must be above 0 and at most {MAX_SECONDS:g}, got {seconds}"
-                )
+                raise InvalidCurve(f"{name}.seconds[{index}]", f"must be above 0 and at most {MAX_SECONDS:g}", seconds)
             if index and seconds < self.seconds[index - 1] * (1 - SAME):
                 raise InvalidCurve(
-                    f"{name}.seconds[{index}]: must be at least {self.seconds[index - 1]}, as seconds never decrease, "
-                    f"got {seconds}"
+                    f"{name}.seconds[{index}]",
+                    f"must be at least {self.seconds[index - 1]}, as seconds never decrease",
+                    seconds,
                 )
 
     def __call__(self, rows: int) -> float:

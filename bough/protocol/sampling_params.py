@@ -23,12 +23,12 @@ BANNED = -math.inf  # a logit bias
 
 def _require(condition: bool, name: str, value: object, must_be: str) -> None:
     if not condition:
-        raise InvalidRequest(f"{name}: must be {must_be}, got {value!r}")
+        raise InvalidRequest(name, f"must be {must_be}", repr(value))
 
 
 def _require_number(name: str, number: int, most: int) -> None:
     if number > most:
-        raise InvalidRequest(f"{name}: must have at most {most} entries, got {number}")
+        raise InvalidRequest(name, f"must have at most {most} entries", number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +135,11 @@ class SamplingParams(Sampling):
             _require(is_number, f"logit_bias[{token}]", bias, "a number in [-1000, 1000], or -inf to ban it")
         banned = {token for token, bias in self.logit_bias.items() if bias == BANNED}
         if len(banned) == vocab_size:
-            raise InvalidRequest(f"logit_bias: must leave at least one token, got all {vocab_size} banned")
+            raise InvalidRequest("logit_bias", "must leave at least one token", f"all {vocab_size} banned")
         if self.min_tokens and len(banned | self.stop_token_ids) == vocab_size:
-            raise InvalidRequest(f"min_tokens: must be 0 where any token ends the output, got {self.min_tokens}")
+            raise InvalidRequest("min_tokens", "must be 0 where any token ends the output", self.min_tokens)
         if len(self.grammar) > MAX_GRAMMAR:
-            raise InvalidRequest(f"grammar: must be at most {MAX_GRAMMAR} characters, got {len(self.grammar)}")
+            raise InvalidRequest("grammar", f"must be at most {MAX_GRAMMAR} characters", len(self.grammar))
         for token in self.stop_token_ids:
             _require(0 <= token < vocab_size, "stop_token_ids", token, f"a token id below {vocab_size}")
 
@@ -162,7 +162,7 @@ class StopConditions:
         for index, text in enumerate(self.stop):
             _require(text != "", f"stop[{index}]", text, "a non-empty text")
             if len(text) > MAX_STOP_LENGTH:
-                raise InvalidRequest(f"stop[{index}]: must be at most {MAX_STOP_LENGTH} characters, got {len(text)}")
+                raise InvalidRequest(f"stop[{index}]", f"must be at most {MAX_STOP_LENGTH} characters", len(text))
 
 
 @dataclass(frozen=True, slots=True)

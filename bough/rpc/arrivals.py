@@ -63,7 +63,7 @@ class Arrivals:
         if data is EOF:
             return None
         if len(data) > self.max_bytes:
-            raise InvalidRequest(f"message: must have at most {self.max_bytes} bytes, got {len(data)}")
+            raise InvalidRequest("message", f"must have at most {self.max_bytes} bytes", len(data))
         return bytes(data)
 
     async def _take(self, caller: str) -> None:

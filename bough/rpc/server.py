@@ -123,7 +123,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             if data is None:
                 if context.done():  # it has been refused as too slow
                     return None
-                raise InvalidRequest("request: must be a message, got none")
+                raise InvalidRequest("request", "must be a message", "none")
             with self.gate.entering(method, len(data)):
                 request = decoded(data, decode)
                 del data  # a stream goes on for minutes
@@ -175,7 +175,7 @@ def decoded(data: bytes, decode: Decode) -> Any:
     try:
         return decode(data)
     except DecodeError as exc:
-        raise InvalidRequest(f"request: must be a valid message, got {len(data)} bytes: {exc}") from exc
+        raise InvalidRequest("request", "must be a valid message", f"{len(data)} bytes: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from contextlib import suppress
 
 import grpc
@@ -16,7 +15,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from bough import errors
-from bough.errors import BoughError, Exhausted, InvalidRequest, PrefixMissing, StaleEpoch
+from bough.errors import BoughError, Exhausted, FieldError, InvalidRequest, PrefixMissing, StaleEpoch
 from bough.rpc.services import ServicerContext
 from bough.runtime.log_lines import bounded
 
@@ -46,6 +45,8 @@ STATUS_OF: dict[type[BoughError], grpc.StatusCode] = {
 ERROR_NAMES = {kind.__name__: kind for kind in STATUS_OF}
 ERROR_KEY, LENGTH_KEY, HASH_KEY = "bough-error", "bough-held-length", "bough-held-hash"  # trailing metadata
 EPOCH_KEY = "bough-epoch"
+FIELD_KEY, GOT_KEY = "bough-field-bin", "bough-got-bin"  # parts of the text, in UTF-8
+MAX_PART_BYTES = 512  # longer parts are in the text alone
 DETAILS_KEY = "grpc-status-details-bin"  # a google.rpc.Status, which any gRPC client can read
 ABORT_SECONDS = 1.0  # for which a status waits for a peer that does not read
 AUTHORITY = "--tls-ca (BOUGH_TLS_CA)"
@@ -79,21 +80,36 @@ def to_error(exc: grpc.aio.AioRpcError | grpc.Call, address: str) -> BoughError:
         return StaleEpoch(details, _natural(metadata.get(EPOCH_KEY)))
     if kind is Exhausted:
         return Exhausted(details, _retry_seconds(metadata.get(DETAILS_KEY)))
+    if kind is not None and issubclass(kind, FieldError):
+        return _of_field(kind, details, _text(metadata.get(FIELD_KEY)), _text(metadata.get(GOT_KEY)))
     if kind is not None:
         return kind(details)
     if exc.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         silence = REFUSED if CONNECTION_REFUSED in details else f"{exc.code().name}: {explained(details)}"
         return errors.NoAnswer(f"{address} does not answer: {silence}", was_connected=CONNECTING not in details)
     if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # gRPC's own message
-        return InvalidRequest(f"message: must have at most {MAX_MESSAGE_BYTES} bytes, got: {details}")
+        return InvalidRequest("message", f"must have at most {MAX_MESSAGE_BYTES} bytes, got: {details}")
     if exc.code() is grpc.StatusCode.UNAUTHENTICATED:  # from a proxy
         return errors.Unauthenticated(f"{address}: {details}")
     return BoughError(f"{address}: {exc.code().name}: {details}")
 
 
+def _of_field(kind: type[FieldError], details: str, field: str, got: str) -> FieldError:
+    """The error with this text; a part that metadata lack stays in the problem."""
+    whole = details.removeprefix(f"{field}: ") if field else details
+    problem = whole.removesuffix(f", got {got}")
+    return kind(field, problem, None if problem == whole else got)
+
+
 def _natural(value: object) -> int:
     """A number in metadata; 0 if invalid."""
-    return int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,20}", value) else 0
+    is_number = isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 20
+    return int(str(value)) if is_number else 0
+
+
+def _text(value: object) -> str:
+    """A text in binary metadata; empty if there is none."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else ""
 
 
 def _retry_seconds(details: object) -> float | None:
@@ -127,6 +143,9 @@ async def abort(context: ServicerContext, exc: Exception, timeout_seconds: float
     metadata: list[tuple[str, str | bytes]] = [(ERROR_KEY, type(exc).__name__)]
     if isinstance(exc, PrefixMissing):
         metadata += [(LENGTH_KEY, str(exc.held_length)), (HASH_KEY, str(exc.held_hash))]
+    if isinstance(exc, FieldError):
+        parts = [(FIELD_KEY, exc.field.encode(errors="replace")), (GOT_KEY, (exc.got or "").encode(errors="replace"))]
+        metadata += [(key, part) for key, part in parts if 0 < len(part) <= MAX_PART_BYTES]
     if isinstance(exc, StaleEpoch):
         metadata.append((EPOCH_KEY, str(exc.newest)))
     if isinstance(exc, Exhausted) and exc.retry_seconds is not None:

@@ -50,6 +50,6 @@ def read_text(kind: type[Value], name: str, content: str) -> Value:
     try:
         return TypeAdapter(kind).validate_json(content)
     except ValidationError as exc:
-        path, problem = first_refusal(exc)
-        joined = f"{name}.{path}" if name and path else name or path
-        raise ConfigError(f"{joined or 'profile'}: {problem}") from exc
+        refused = first_refusal(exc)
+        joined = ".".join(filter(None, (name, refused.field)))
+        raise ConfigError(str(refused.named(joined or "profile"))) from exc

@@ -110,7 +110,7 @@ class TrueText:
         path, position = [*self._path, *self._tokens], self._first + len(self._tokens)
         following = allowed.after(path)
         if following is None or not following.any():
-            raise InvalidRequest("constraint: must allow the output so far, and a token after it")
+            raise InvalidRequest("constraint", "must allow the output so far, and a token after it")
         last = path[-1] if path else -1
         return allowed_token(self._law, self._seed, position, following, last, position - self._prompt_length)
 

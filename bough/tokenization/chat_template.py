@@ -31,7 +31,7 @@ RESERVED = frozenset(
 _MARK = "Zyx"  # a placeholder answer that templates neither change nor contain
 _QUESTION, _OTHER_TURN = ("user", "Tsr"), [("user", "Wvu")]
 _CANNOT_CONTINUE = (
-    "continues: must be false, with the full history: this model's chat template renders a new turn differently from "
+    "must be false, with the full history: this model's chat template renders a new turn differently from "
     "one history to another"
 )
 
@@ -64,14 +64,14 @@ class ChatTemplate:
     def render_objects(self, messages: Objects, tools: Objects = (), variables: Variables = NONE) -> str:
         """Render a conversation as `render` does, with the tools that the assistant may call."""
         if self._template is None:
-            raise InvalidRequest(f"chat: {self._problem}; the prompt must be `text` or `token_ids`")
+            raise InvalidRequest("chat", f"{self._problem}; the prompt must be `text` or `token_ids`")
         try:
             # Templates are written for transformers, which gives None where there are none.
             own = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": True}
             return self._template.render({**variables, **own, **self._special})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as exc:
             what = "these messages, or what chat_template_kwargs says" if variables else "these messages"
-            raise InvalidRequest(f"chat: the model's chat template rejects {what}: {exc}") from exc
+            raise InvalidRequest("chat", f"the model's chat template rejects {what}: {exc}") from exc
 
     def render_turn(self, messages: Messages, variables: Variables = NONE) -> str:
         """Render the text between an assistant's answer and the next one, with `messages` in between.
@@ -88,13 +88,13 @@ class ChatTemplate:
         _, after_more = self._around(mark, [_QUESTION, ("assistant", "Qpo"), *once], messages, variables)
         before_other, _ = self._around(mark, once, _OTHER_TURN, variables)
         if after != after_more or before != before_other:
-            raise InvalidRequest(_CANNOT_CONTINUE)
+            raise InvalidRequest("continues", _CANNOT_CONTINUE)
         return after
 
     def _around(self, mark: str, history: Messages, messages: Messages, variables: Variables) -> tuple[str, str]:
         before, found, after = self.render([*history, *messages], variables).rpartition(mark)
         if not found or mark in before:
-            raise InvalidRequest(_CANNOT_CONTINUE)
+            raise InvalidRequest("continues", _CANNOT_CONTINUE)
         return before, after
 
 

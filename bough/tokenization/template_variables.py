@@ -30,16 +30,16 @@ def template_variables(text: str) -> Variables:
     if not text:
         return NONE
     if len(text) > MAX_LENGTH:
-        raise InvalidRequest(f"{FIELD}: must have at most {MAX_LENGTH} characters as JSON, got {len(text)}")
+        raise InvalidRequest(FIELD, f"must have at most {MAX_LENGTH} characters as JSON", len(text))
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        raise InvalidRequest(f"{FIELD}: must be a JSON object, got {text[:64]!r}") from exc
+        raise InvalidRequest(FIELD, "must be a JSON object", repr(text[:64])) from exc
     if not isinstance(given, dict):
-        raise InvalidRequest(f"{FIELD}: must be a JSON object, got {text[:64]!r}")
+        raise InvalidRequest(FIELD, "must be a JSON object", repr(text[:64]))
     for name, value in given.items():
         if not _NAME.fullmatch(name) or name in RESERVED:
-            raise InvalidRequest(f"{FIELD}: must have names of variables that the server does not set, got {name!r}")
+            raise InvalidRequest(FIELD, "must have names of variables that the server does not set", repr(name))
         _require_plain(name, value, MAX_DEPTH)
     effort = given.get(EFFORT)
     switches = dict.fromkeys(SWITCHES, effort != NO_EFFORT) if effort is not None else {}
@@ -54,9 +54,9 @@ def _require_plain(name: str, value: object, depth: int) -> None:
         case int() | float() if abs(value) <= MAX_NUMBER:  # not so for NaN
             return
         case int() | float():
-            raise InvalidRequest(f"{FIELD}: must have numbers of {-MAX_NUMBER} to {MAX_NUMBER}, got one in {name!r}")
+            raise InvalidRequest(FIELD, f"must have numbers of {-MAX_NUMBER} to {MAX_NUMBER}", f"one in {name!r}")
         case dict() | list() if depth:
             for inner in [*value.values()] if isinstance(value, dict) else value:
                 _require_plain(name, inner, depth - 1)
             return
-    raise InvalidRequest(f"{FIELD}: must be at most {MAX_DEPTH} lists and objects deep, got more in {name!r}")
+    raise InvalidRequest(FIELD, f"must be at most {MAX_DEPTH} lists and objects deep", f"more in {name!r}")

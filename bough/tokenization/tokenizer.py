@@ -69,8 +69,9 @@ class Tokenizer:
         known = self._plain(before)
         if tokens[: len(known)] != known:
             raise InvalidRequest(
-                "continues: must be false, with the full history: the first token of the new text "
-                f"{text[:20]!r} would begin in the session's text"
+                "continues",
+                "must be false, with the full history: the first token of the new text "
+                f"{text[:20]!r} would begin in the session's text",
             )
         return tokens[len(known) :]
 

@@ -73,25 +73,27 @@ class DraftProbs:
             or len(self.weights) != len(self.tokens)
         ):
             raise InvalidTree(
-                "tree.draft_probs: must have at least one token for each node and one weight for each token, "
-                f"got {len(self.nodes)} nodes, {len(self.tokens)} tokens, {len(self.weights)} weights"
+                "tree.draft_probs",
+                "must have at least one token for each node and one weight for each token",
+                f"{len(self.nodes)} nodes, {len(self.tokens)} tokens, {len(self.weights)} weights",
             )
         if len(self.nodes) and sizes.max() > MOST_ENTRIES:
             raise InvalidTree(
-                f"tree.draft_probs: node {self.nodes[sizes.argmax()]} must have at most {MOST_ENTRIES} tokens, "
-                f"got {sizes.max()}"
+                "tree.draft_probs",
+                f"node {self.nodes[sizes.argmax()]} must have at most {MOST_ENTRIES} tokens",
+                sizes.max(),
             )
         if len(self.nodes) and (np.diff(self.nodes) < 1).any() | (self.nodes[0] < 0) | (self.nodes[-1] >= num_nodes):
-            raise InvalidTree(f"tree.draft_probs.nodes: must ascend within 0 to {num_nodes - 1}")
+            raise InvalidTree("tree.draft_probs.nodes", f"must ascend within 0 to {num_nodes - 1}")
         for index, node in enumerate(self.nodes.tolist()):
             entries = slice(self.offsets[index], self.offsets[index + 1])
             tokens, weights = self.tokens[entries], self.weights[entries]
             if tokens.min() < 0 or tokens.max() >= vocab_size or len(np.unique(tokens)) < len(tokens):
                 raise InvalidTree(
-                    f"tree.draft_probs: tokens of node {node} must be distinct and from 0 to {vocab_size - 1}"
+                    "tree.draft_probs", f"tokens of node {node} must be distinct and from 0 to {vocab_size - 1}"
                 )
             if not ((weights > 0) & np.isfinite(weights)).all():
-                raise InvalidTree(f"tree.draft_probs: weights of node {node} must be finite and above 0")
+                raise InvalidTree("tree.draft_probs", f"weights of node {node} must be finite and above 0")
 
 
 def normalised(weights: NDArray[np.float32]) -> NDArray[np.float64]:

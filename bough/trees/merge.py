@@ -22,7 +22,7 @@ def merged(tree: Tree, other: Tree, budget: int) -> Tree:
     """
     assert other.draft_probs is None, "only the first tree may be sampled"
     if tree.tokens[0] != other.tokens[0]:
-        raise InvalidTree(f"tree.tokens[0]: must be the same in both trees, got {tree.tokens[0]} and {other.tokens[0]}")
+        raise InvalidTree("tree.tokens[0]", "must be the same in both trees", f"{tree.tokens[0]} and {other.tokens[0]}")
     both = union(tree, other)
     if tree.draft_probs is None:  # parents stay first when sorted, as no child scores higher than its parent
         return both.only(np.argsort(-both.scores(), kind="stable")).trimmed(budget)

@@ -149,7 +149,7 @@ class Tree:
     def trimmed(self, budget: int) -> Tree:
         """The tree of the `budget` best-scoring nodes, in their old order; raises InvalidTree if `budget` < 1."""
         if budget < 1:
-            raise InvalidTree(f"budget: must be at least 1, got {budget}")
+            raise InvalidTree("budget", "must be at least 1", budget)
         return self if len(self) <= budget else self.only(best_nodes(self.scores(), budget))
 
     def only(self, nodes: NDArray[np.intp]) -> Tree:
@@ -178,13 +178,14 @@ class Tree:
         size = len(self)
         if size == 0 or len(self.parents) != size or len(self.log_probs) != size:
             raise InvalidTree(
-                "tree: must have at least one node, and one token, parent and log_prob for each, "
-                f"got {size} tokens, {len(self.parents)} parents and {len(self.log_probs)} log_probs"
+                "tree",
+                "must have at least one node, and one token, parent and log_prob for each",
+                f"{size} tokens, {len(self.parents)} parents and {len(self.log_probs)} log_probs",
             )
         if len(self.estimates) != size:
-            raise InvalidTree(f"tree.worth: must be empty or have one entry for each node, got {len(self.estimates)}")
+            raise InvalidTree("tree.worth", "must be empty or have one entry for each node", len(self.estimates))
         if size > max_nodes:
-            raise InvalidTree(f"tree.tokens: must have at most {max_nodes} nodes, got {size}")
+            raise InvalidTree("tree.tokens", f"must have at most {max_nodes} nodes", size)
         self._validate_nodes(vocab_size)
         self._validate_siblings()
         if self.draft_probs is not None:
@@ -197,7 +198,7 @@ class Tree:
     def _validate_nodes(self, vocab_size: int) -> None:
         tokens, parents, log_probs = self.tokens, self.parents, self.log_probs
         if parents[0] != -1:
-            raise InvalidTree(f"tree.parents[0]: must be -1, as the root has no parent, got {parents[0]}")
+            raise InvalidTree("tree.parents[0]", "must be -1, as the root has no parent", parents[0])
         is_before = (parents >= 0) & (parents < np.arange(len(self)))
         is_before[0] = True
         checks: tuple[tuple[str, IntArray | FloatArray, BoolArray, Callable[[int], str]], ...] = (
@@ -209,7 +210,7 @@ class Tree:
         for name, values, is_valid, rule in checks:
             if not is_valid.all():
                 node = int(is_valid.argmin())
-                raise InvalidTree(f"tree.{name}[{node}]: must be {rule(node)}, got {values[node]}")
+                raise InvalidTree(f"tree.{name}[{node}]", f"must be {rule(node)}", values[node])
 
     def _validate_siblings(self) -> None:
         keys = self.keys()[1:]
@@ -220,22 +221,23 @@ class Tree:
         is_first[np.unique(keys, return_index=True)[1]] = True
         again = int(is_first.argmin())
         raise InvalidTree(
-            f"tree.tokens[{again + 1}]: must differ from the tokens of its siblings, got {self.tokens[again + 1]}, "
-            f"the token of node {int((keys == keys[again]).argmax()) + 1}"
+            f"tree.tokens[{again + 1}]",
+            "must differ from the tokens of its siblings",
+            f"{self.tokens[again + 1]}, the token of node {int((keys == keys[again]).argmax()) + 1}",
         )
 
     def _validate_draws(self, draws: IntArray) -> None:
         drawn = {*draws.tolist()}
         if len(drawn) < len(draws):
             raise InvalidTree(
-                f"tree.draws: must have each node at most once, got {len(draws)} draws of {len(drawn)} nodes"
+                "tree.draws", "must have each node at most once", f"{len(draws)} draws of {len(drawn)} nodes"
             )
         if strangers := drawn - {*range(1, len(self))}:
-            raise InvalidTree(f"tree.draws: must be nodes from 1 to {len(self) - 1}, got {min(strangers)}")
+            raise InvalidTree("tree.draws", f"must be nodes from 1 to {len(self) - 1}", min(strangers))
         for node in sorted(drawn):
             if self.parents[node] != 0 and int(self.parents[node]) not in drawn:
                 raise InvalidTree(
-                    f"tree.draws: must include the parent of each node, got node {node} without {self.parents[node]}"
+                    "tree.draws", "must include the parent of each node", f"node {node} without {self.parents[node]}"
                 )
 
     def _validate_sample(self, scheme: Scheme) -> None:
@@ -246,16 +248,19 @@ class Tree:
                 continue
             if self.draft_probs is None or node not in self.draft_probs.nodes:
                 raise InvalidTree(
-                    f"tree.draft_probs: must have the distribution that the children of node {node} were sampled from "
-                    f"for {scheme.value} verification, got none"
+                    "tree.draft_probs",
+                    f"must have the distribution that the children of node {node} were sampled from "
+                    f"for {scheme.value} verification",
+                    "none",
                 )
             possible = self.draft_probs.of(node)[0]
             # Draws after the support is exhausted come from the other tokens.
             for child in drawn[: len(possible)].tolist():
                 if self.tokens[child] not in possible:
                     raise InvalidTree(
-                        f"tree.tokens[{child}]: must be a token of tree.draft_probs of node {node}, "
-                        f"got {self.tokens[child]}"
+                        f"tree.tokens[{child}]",
+                        f"must be a token of tree.draft_probs of node {node}",
+                        self.tokens[child],
                     )
 
 

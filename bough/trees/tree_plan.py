@@ -127,16 +127,17 @@ def require_growth(name: str, growth: Growth, max_nodes: int) -> None:
             for field, value in growth._asdict().items():
                 is_size = isinstance(value, int)
                 if is_size and not 1 <= value <= max_nodes:
-                    raise InvalidRequest(f"{name}.{field}: must be 1 to {max_nodes}, got {value}")
+                    raise InvalidRequest(f"{name}.{field}", f"must be 1 to {max_nodes}", value)
                 if not is_size and not 0 <= value < math.inf:
-                    raise InvalidRequest(f"{name}.{field}: must be 0 (off) or more, got {value}")
+                    raise InvalidRequest(f"{name}.{field}", "must be 0 (off) or more", value)
         case StaticShape(parents):
             for index, parent in enumerate(parents):
                 lowest = parents[index - 1] if index else 0
                 if not lowest <= parent <= index:
                     raise InvalidRequest(
-                        f"{name}.parents[{index}]: must be {lowest} to {index}, as parents ascend level by level, "
-                        f"got {parent}"
+                        f"{name}.parents[{index}]",
+                        f"must be {lowest} to {index}, as parents ascend level by level",
+                        parent,
                     )
     if growth.budget > max_nodes:
-        raise InvalidRequest(f"{name}: must have at most {max_nodes} nodes, got {growth.budget}")
+        raise InvalidRequest(name, f"must have at most {max_nodes} nodes", growth.budget)

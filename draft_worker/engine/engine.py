@@ -138,7 +138,7 @@ class DraftEngine:
         if epoch:
             self._require_epoch(session_id, epoch)
         is_held = session_id in self.pool
-        ended = self._end(session_id, NotFound(f"session_id: {session_id!r} was released while its tree grew"))
+        ended = self._end(session_id, NotFound("session_id", f"{session_id!r} was released while its tree grew"))
         self._ahead.pop(session_id, None)
         if is_held or not ended:
             self.pool.release(session_id)
@@ -270,4 +270,4 @@ def _fitted(call: GrowCall, most: int) -> GrowCall:
         return call
     if isinstance(growth, BestFirst) and min(growth.width, growth.budget) <= most:
         return replace(call, plan=replace(call.plan, growth=growth.limited(growth.budget, growth.depth, most)))
-    raise InvalidRequest(f"growth: must expand at most {most} nodes, got {growth.max_expansions}: {growth}")
+    raise InvalidRequest("growth", f"must expand at most {most} nodes", f"{growth.max_expansions}: {growth}")

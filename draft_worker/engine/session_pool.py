@@ -109,7 +109,7 @@ class SessionPool:
         """Forget a session. Raises NotFound."""
         session = self._sessions.pop(session_id, None)
         if session is None:
-            raise NotFound(f"session_id: {session_id!r} has no slot here")
+            raise NotFound("session_id", f"{session_id!r} has no slot here")
         self._index.forget(session)
         self._arena.give_back(session.slot)
 

@@ -34,7 +34,7 @@ def grower_for(call: GrowCall, max_children: int, vocab_size: int) -> Grower:
     if isinstance(growth, BestFirst):
         if scheme.is_sampled and growth.budget > 1:
             raise InvalidRequest(
-                f"growth: must be a shape for scheme {scheme.value}, which draws nodes, got best_first"
+                "growth", f"must be a shape for scheme {scheme.value}, which draws nodes", "best_first"
             )
         return BestFirstGrower(call.root_token, growth, max_children, stop_tokens)
     sample = WithoutReplacement(call.sampling.seed, call.round, call.vocab_size or vocab_size)

@@ -170,7 +170,7 @@ class Running:
     def request(self, request_id: str) -> Stream:
         """The stream of a request. Raises NotFound."""
         if request_id not in self._by_request:
-            raise NotFound(f"request_id: {request_id!r} is not running")
+            raise NotFound("request_id", f"{request_id!r} is not running")
         return self._by_request[request_id]
 
     def in_session(self, session_id: str) -> Stream | None:
@@ -189,10 +189,10 @@ class Running:
     def _refuse_or_end(self, request_id: str, session_id: str, takes_over: bool) -> Stream | None:
         same, neighbour = self._by_request.get(request_id), self._by_session.get(session_id)
         if neighbour is not None and not (takes_over and neighbour is same):
-            raise AlreadyRunning(f"session_id: {session_id!r} has a request running; wait for its end")
+            raise AlreadyRunning("session_id", f"{session_id!r} has a request running; wait for its end")
         if same is None:
             return None
         if not takes_over:
-            raise AlreadyRunning(f"request_id: {request_id!r} is running; give this request another one, or wait")
+            raise AlreadyRunning("request_id", f"{request_id!r} is running; give this request another one, or wait")
         same.end(StaleEpoch(f"request_id: {request_id!r} has been resumed by another call"))
         return same

@@ -69,7 +69,7 @@ class CallLimiter(Drainer):
         most_bytes = max(SMALL_BYTES, context * BYTES_PER_TOKEN)
         if context and num_bytes > most_bytes:
             raise ContextExceeded(
-                f"message: must have at most {most_bytes} bytes, got {num_bytes}, so the {TOO_LONG} {context} tokens"
+                "message", f"must have at most {most_bytes} bytes", f"{num_bytes}, so the {TOO_LONG} {context} tokens"
             )
         most_generating = admission.max_running + admission.max_waiting + SPARE_CALLS
         most = {GENERATE: most_generating, TOKENIZE: MAX_TOKENIZING}.get(kind, MAX_OTHER_CALLS)

@@ -25,7 +25,7 @@ def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
 def require_name(field: str, name: str) -> None:
     """Raise InvalidRequest for a name that is too long for a key of the index, or not UTF-8."""
     if len(name) > MAX_NAME_LENGTH:
-        raise InvalidRequest(f"{field}: must have at most {MAX_NAME_LENGTH} characters, got {len(name)}")
+        raise InvalidRequest(field, f"must have at most {MAX_NAME_LENGTH} characters", len(name))
     codec_checks.require_text(field, name)
 
 
@@ -50,8 +50,9 @@ def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int, limit: 
             for index, message in enumerate(messages):
                 if len(message.role) > MAX_NAME_LENGTH:
                     raise InvalidRequest(
-                        f"chat.messages[{index}].role: must have at most {MAX_NAME_LENGTH} "
-                        f"characters, got {len(message.role)}"
+                        f"chat.messages[{index}].role",
+                        f"must have at most {MAX_NAME_LENGTH} characters",
+                        len(message.role),
                     )
         case TokenPrompt(token_ids):
             _require_fit("prompt", len(token_ids), "tokens", max_context - 1, max_context, limit)
@@ -66,8 +67,9 @@ def require_size_for_any(prompt: Prompt, tokenizers: Collection[Tokenizer], max_
 def _require_fit(field: str, size: int, unit: str, most: int, max_context: int, limit: str) -> None:
     if size > most:
         raise ContextExceeded(
-            f"{field}: {size} {unit}, so the {TOO_LONG} {max_context} tokens, of which at least one is for the output: "
-            f"at most {most} {unit} can fit{_limited(limit)}"
+            field,
+            f"{size} {unit}, so the {TOO_LONG} {max_context} tokens, of which at least one is for the output: "
+            f"at most {most} {unit} can fit{_limited(limit)}",
         )
 
 
@@ -75,8 +77,9 @@ def require_room(tokens: Sequence[int], max_context: int, limit: str = "") -> No
     """Raise ContextExceeded for a prompt that leaves no room for a token of output."""
     if len(tokens) >= max_context:
         raise ContextExceeded(
-            f"prompt: {len(tokens)} tokens, so the {TOO_LONG} {max_context} tokens, of which at least one is for the "
-            f"output{_limited(limit)}"
+            "prompt",
+            f"{len(tokens)} tokens, so the {TOO_LONG} {max_context} tokens, of which at least one is for the "
+            f"output{_limited(limit)}",
         )
 
 
@@ -89,13 +92,14 @@ def require_sizes(speculation: Speculation, max_nodes: int) -> None:
     for name in ("budget", "width", "depth"):
         value = getattr(speculation, name)
         if value is not None and not 1 <= value <= max_nodes:
-            raise InvalidRequest(f"speculation.{name}: must be 1 to {max_nodes}, got {value}")
+            raise InvalidRequest(f"speculation.{name}", f"must be 1 to {max_nodes}", value)
     if speculation.lookup is not None and not 0 <= speculation.lookup <= max_nodes:
-        raise InvalidRequest(f"speculation.lookup: must be 0 to {max_nodes}, got {speculation.lookup}")
+        raise InvalidRequest("speculation.lookup", f"must be 0 to {max_nodes}", speculation.lookup)
     if speculation.growth is not None:
         require_growth("speculation.growth", speculation.growth, max_nodes)
     if speculation.scheme.is_sampled and not isinstance(speculation.growth, StaticShape):
         raise InvalidRequest(
-            f"speculation.growth: must be a shape for scheme {speculation.scheme.value}, which verifies "
-            "samples, got best-first"
+            "speculation.growth",
+            f"must be a shape for scheme {speculation.scheme.value}, which verifies samples",
+            "best-first",
         )

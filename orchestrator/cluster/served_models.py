@@ -78,11 +78,11 @@ def targets_for(
         return _continued(targets, options, session)
     served = sorted({target.info.model_name for target in targets})
     if not options.model and len(served) > 1:
-        raise InvalidRequest(f"model: must be one of {_listed(served)}, as several models are served, got ''")
+        raise InvalidRequest("model", f"must be one of {_listed(served)}, as several models are served", "''")
     named = [target for target in targets if options.model in ("", target.info.model_name)]
     if not named and options.model not in ("", *directory.model_names):
         raise NotFound(
-            f"model: must be one of {_listed(served or sorted(directory.model_names))}, got {options.model[:SHOWN]!r}"
+            "model", f"must be one of {_listed(served or sorted(directory.model_names))}", repr(options.model[:SHOWN])
         )
     usable = [target for target in named if target.is_usable]
     if not usable:
@@ -135,7 +135,7 @@ def _continued(targets: Targets, options: GenerateOptions, session: SessionRecor
 
 def _require_named(options: GenerateOptions, model_name: str, whose: str) -> None:
     if options.model not in ("", model_name):
-        raise InvalidRequest(f"model: must be {model_name!r}, {whose}, got {options.model[:SHOWN]!r}")
+        raise InvalidRequest("model", f"must be {model_name!r}, {whose}", repr(options.model[:SHOWN]))
 
 
 def _listed(names: Sequence[str]) -> str:

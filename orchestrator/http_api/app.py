@@ -141,7 +141,7 @@ class _Api:
 
     async def response(self, request: Request, entered: ExitStack) -> Response:
         """A response of before, which is not kept."""
-        raise NotFound(f"response_id: {request.path_params['response_id']!r} is not here: {NOT_KEPT}")
+        raise NotFound("response_id", f"{request.path_params['response_id']!r} is not here: {NOT_KEPT}")
 
     async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:
         fields = await self.bodies.read(request, CompletionFields, entered, GENERATE)
@@ -171,7 +171,7 @@ class _Api:
     async def model(self, request: Request, entered: ExitStack) -> Response:
         name, cards = request.path_params["model"], {one.model_name: self._card(one) for one in self.requests.models()}
         if name not in cards:
-            raise NotFound(f"model: must be one of {', '.join(map(repr, sorted(cards)))}, got {name!r}")
+            raise NotFound("model", f"must be one of {', '.join(map(repr, sorted(cards)))}", repr(name))
         return JSONResponse(cards[name])
 
     async def tokenize(self, request: Request, entered: ExitStack) -> Response:

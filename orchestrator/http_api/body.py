@@ -148,9 +148,8 @@ def parse(kind: type[Body], body: bytes) -> Body:
     try:
         return kind.model_validate_json(body.removeprefix(codecs.BOM_UTF8))
     except ValidationError as exc:
-        param, problem = first_refusal(exc, shortened)
-        if param:
-            raise ApiError(HTTPStatus.BAD_REQUEST, f"{param}: {problem}", param=param) from exc
-        got = problem if problem.startswith("no JSON") else shortened(exc.errors(include_url=False)[0]["input"])
-        message = f"body: must be a JSON object, got {got}"
+        refused = first_refusal(exc, shortened)
+        if refused.field:
+            raise ApiError(HTTPStatus.BAD_REQUEST, str(refused), param=refused.field) from exc
+        message = f"body: must be a JSON object, got {refused.problem if refused.got is None else refused.got}"
         raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_json") from exc

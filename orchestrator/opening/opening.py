@@ -156,24 +156,25 @@ class Opening:
         if not options.continues:
             return self._whole(prompt, target.tokenizer, target.info.vocab_size)
         if not options.session_id:
-            raise InvalidRequest("session_id: must be given with continues true")
+            raise InvalidRequest("session_id", "must be given with continues true")
         if past.request is not None:
             tokens = list(past.request.tokens[: past.request.prompt_length])
             new = next_prompt(prompt, target.tokenizer, target.info.vocab_size)
             return tokens if tokens[-len(new) :] == new else new  # another prompt, which is refused as such
         if options.resume is not None and options.resume.num_tokens > 0:
             raise NotFound(
-                f"request_id: {options.request_id!r} is not known any more, nor what it continued; "
-                "send the full history, with continues false"
+                "request_id",
+                f"{options.request_id!r} is not known any more, nor what it continued; "
+                "send the full history, with continues false",
             )
         if past.session is None or not past.session.tokens:
             raise NotFound(
-                f"session_id: {options.session_id!r} is not known (any more); send the full history, with continues "
-                "false"
+                "session_id",
+                f"{options.session_id!r} is not known (any more); send the full history, with continues false",
             )
         if max(past.session.tokens) >= target.info.vocab_size:
             other = "is another model's; send the full history, with continues false"
-            raise NotFound(f"session_id: {options.session_id!r} {other}")
+            raise NotFound("session_id", f"{options.session_id!r} {other}")
         return continued_prompt(past.session.tokens, prompt, target.tokenizer, target.info.vocab_size)
 
     def _whole(self, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
@@ -256,7 +257,7 @@ def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:
     recorded = "" if request is None else request.session_id
     if options.session_id and recorded not in ("", options.session_id):
         raise InvalidRequest(
-            f"session_id: must be that of request_id {options.request_id!r}, got {options.session_id!r}"
+            "session_id", f"must be that of request_id {options.request_id!r}", repr(options.session_id)
         )
     return options.session_id or recorded
 
@@ -272,12 +273,12 @@ def _session(
     stops = like(StopConditions, options)
     stops.validate(least_tokens=1 if options.prompt_logprobs is None else 0)
     if options.prompt_logprobs is not None and not 0 <= options.prompt_logprobs <= MAX_LOGPROBS:
-        raise InvalidRequest(f"prompt_logprobs: must be 0 to {MAX_LOGPROBS}, got {options.prompt_logprobs}")
+        raise InvalidRequest("prompt_logprobs", f"must be 0 to {MAX_LOGPROBS}", options.prompt_logprobs)
     if options.prompt_logprobs is not None and target.info.max_nodes == 1:
-        raise InvalidRequest("prompt_logprobs: must be left out, as this target's trees have one node (--max-nodes)")
+        raise InvalidRequest("prompt_logprobs", "must be left out, as this target's trees have one node (--max-nodes)")
     if options.min_tokens > options.max_tokens:
         most = f"must be at most max_tokens, {options.max_tokens}"
-        raise InvalidRequest(f"min_tokens: {most}, got {options.min_tokens}")
+        raise InvalidRequest("min_tokens", most, options.min_tokens)
     require_sizes(options.speculation, target.info.max_nodes)
     return Session(
         request_id=options.request_id,
@@ -315,5 +316,5 @@ def _sampling(
     sampling = like(SamplingParams, options, seed=seed, stop_token_ids=ends, grammar=grammar)
     sampling.validate(target.info.vocab_size)
     if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:
-        raise InvalidRequest("seed: must be the one that `started` gave, as the request is resumed, got none")
+        raise InvalidRequest("seed", "must be the one that `started` gave, as the request is resumed", "none")
     return sampling

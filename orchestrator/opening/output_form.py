@@ -56,11 +56,12 @@ async def output_form(
         form = await _in_turn(options.cache_salt, lambda: _of_tools(called, tokenizer, tool_format, demanded, thoughts))
     if form.grammar and options.ignore_eos:
         raise InvalidRequest(
-            "ignore_eos: must be false beside a constraint or demanded calls of tools, which the model's end completes"
+            "ignore_eos",
+            "must be false beside a constraint or demanded calls of tools, which the model's end completes",
         )
     if form.grammar and options.min_tokens:
         raise InvalidRequest(
-            "min_tokens: must be 0 beside a constraint or demanded calls of tools, which end where nothing can follow"
+            "min_tokens", "must be 0 beside a constraint or demanded calls of tools, which end where nothing can follow"
         )
     if thoughts is None:
         return form
@@ -100,8 +101,9 @@ def _of_tools(
     known = format_of(tool_format, tokenizer.tool_template)
     if (known is HARMONY) is not isinstance(thoughts, Channels):
         raise InvalidRequest(
-            f"chat.tools: must be left out, as the orchestrator's --tool-call-parser {HARMONY.name} goes with "
-            f"--reasoning-parser {HARMONY_NAME} alone"
+            "chat.tools",
+            f"must be left out, as the orchestrator's --tool-call-parser {HARMONY.name} goes with "
+            f"--reasoning-parser {HARMONY_NAME} alone",
         )
     named = {i: f for i, f in enumerate(tools.functions) if not tools.allowed or f.name in tools.allowed}
     is_limited = tools.must_call or bool(tools.allowed) or not tools.allows_several

@@ -46,12 +46,12 @@ def _tokens(
             tokens = encode(text)
         case ChatPrompt(messages, _, kwargs):
             if not messages:
-                raise InvalidRequest("chat.messages: must have at least one message, got none")
+                raise InvalidRequest("chat.messages", "must have at least one message", "none")
             turns = [(message.role, message.content) for message in messages]
             tokens = encode_messages(turns, template_variables(kwargs))
         case TokenPrompt(token_ids):
             require_tokens("token_ids.ids", token_ids, vocab_size)
             tokens = list(token_ids)
     if not tokens:
-        raise InvalidRequest("prompt: must have at least one token, got none")
+        raise InvalidRequest("prompt", "must have at least one token", "none")
     return tokens

@@ -267,8 +267,9 @@ class Recorder:
 def lost_turn(session_id: str) -> NotFound:
     """The refusal to continue a session whose last turn is not recorded."""
     return NotFound(
-        f"session_id: {session_id!r} cannot be continued, as its last turn is not recorded; send the full history, "
-        "with continues false"
+        "session_id",
+        f"{session_id!r} cannot be continued, as its last turn is not recorded; send the full history, "
+        "with continues false",
     )
 
 

@@ -19,8 +19,9 @@ def require_same_request(record: RequestRecord, session: Session) -> None:
     for name, was, now in zip(("prompt", "sampling parameters", "stop conditions"), begun, resumed, strict=True):
         if was != now:
             raise InvalidRequest(
-                f"resume: request_id {record.request_id!r} must have the same {name} as when it was begun, "
-                "with the seed that `started` reported"
+                "resume",
+                f"request_id {record.request_id!r} must have the same {name} as when it was begun, "
+                "with the seed that `started` reported",
             )
 
 
@@ -37,7 +38,7 @@ def resume(session: Session, options: GenerateOptions, wanted: Resume, record: R
     unseen = session.replay(recorded if is_believed and len(recorded) > len(seen) else seen, len(seen))
     if session.num_replayed < len(seen):
         most = session.num_replayed
-        raise InvalidRequest(f"resume.num_tokens: must be at most {most}, where the request ends, got {len(seen)}")
+        raise InvalidRequest("resume.num_tokens", f"must be at most {most}, where the request ends", len(seen))
     if record is not None and record.finish_reason == "abort" and not session.is_finished:
         session.finish_reason = "abort"
     return unseen
@@ -48,8 +49,9 @@ def require_resume(wanted: Resume, vocab_size: int) -> None:
     require_tokens("resume.token_ids", wanted.token_ids, vocab_size)
     if wanted.token_ids and len(wanted.token_ids) != wanted.num_tokens:
         raise InvalidRequest(
-            f"resume.token_ids: must have {wanted.num_tokens} tokens, as resume.num_tokens says, or "
-            f"none, got {len(wanted.token_ids)}"
+            "resume.token_ids",
+            f"must have {wanted.num_tokens} tokens, as resume.num_tokens says, or none",
+            len(wanted.token_ids),
         )
 
 
@@ -58,7 +60,8 @@ def _seen(wanted: Resume, recorded: Sequence[int], request_id: str) -> tuple[int
         return wanted.token_ids
     if wanted.num_tokens > len(recorded):
         raise InvalidRequest(
-            f"resume.num_tokens: must be at most {len(recorded)}, the tokens of request_id {request_id!r} that are "
-            f"known, got {wanted.num_tokens}; or send resume.token_ids"
+            "resume.num_tokens",
+            f"must be at most {len(recorded)}, the tokens of request_id {request_id!r} that are known",
+            f"{wanted.num_tokens}; or send resume.token_ids",
         )
     return tuple(recorded[: wanted.num_tokens])

@@ -43,7 +43,7 @@ async def scored_prompt(
             result, _ = await failover.verify(session, lease, proposal)
             session.round += 1
         if [at.token.token_id for at in result.verdict.logprobs] != chain[1:]:
-            raise InvalidRequest("prompt_logprobs: must be left out, as this target worker is older and reports none")
+            raise InvalidRequest("prompt_logprobs", "must be left out, as this target worker is older and reports none")
         scored = slice(num_scored, num_scored + len(chain) - 1)
         num_scored = scored.stop
         session.target_held = min(result.held_length, num_scored - 1)

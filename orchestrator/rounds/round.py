@@ -187,11 +187,11 @@ def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -
     """Check a draft worker's tree like any other untrusted input. Raises InvalidTree."""
     tree.validate(vocab_size, plan.growth.budget, plan.scheme)
     if not plan.scheme.is_sampled and not (tree.draft_probs is None and tree.draws is None):
-        raise InvalidTree("tree.draft_probs: must be left out, with draws, as no sample was asked for")
+        raise InvalidTree("tree.draft_probs", "must be left out, with draws, as no sample was asked for")
     if (depth := int(tree.depths().max())) > plan.growth.depth:
-        raise InvalidTree(f"tree: must have at most {plan.growth.depth} levels, got {depth}")
+        raise InvalidTree("tree", f"must have at most {plan.growth.depth} levels", depth)
     if int(tree.tokens[0]) != root_token:
-        raise InvalidTree(f"tree.tokens[0]: must be the root {root_token}, got {tree.tokens[0]}")
+        raise InvalidTree("tree.tokens[0]", f"must be the root {root_token}", tree.tokens[0])
 
 
 def _timings(began_ns: int, drafting: Timed, result: VerifyResult, verifying: Timed) -> RoundTimings:

@@ -199,11 +199,11 @@ class Requests:
     async def close_session(self, session_id: str) -> None:
         """Forget a session, here and at its workers; a running request of it ends. Raises NotFound or Unavailable."""
         if not session_id:
-            raise InvalidRequest("session_id: must be given, got none")
+            raise InvalidRequest("session_id", "must be given", "none")
         if (stream := self._running.in_session(session_id)) is not None:
             stream.close(StaleEpoch(f"session_id: {session_id!r} was closed"))
         if not await self._endings.close(session_id) and stream is None:
-            raise NotFound(f"session_id: {session_id!r} is not known")
+            raise NotFound("session_id", f"{session_id!r} is not known")
 
     @property
     def is_ready(self) -> bool:
@@ -269,7 +269,7 @@ class Requests:
         Raises NotFound if nothing is remembered of it.
         """
         if not (decisions := self.sizer.log.of(name) or self.sizer.log.of(self._sessions.get(name, name))):
-            raise NotFound(f"session_id: must be a session or request with recent rounds here, got {name!r}")
+            raise NotFound("session_id", "must be a session or request with recent rounds here", repr(name))
         return decisions
 
     def last_request(self, prefix: str) -> str:

@@ -129,8 +129,9 @@ def format_of(named: str, template: ChatTemplate) -> ToolFormat:
     found = _written_by(template.source, named)
     if found is None:
         raise InvalidRequest(
-            "chat.tools: must be left out, as this model's chat template writes calls in none of the known ways, "
-            f"{', '.join(TOOL_FORMATS)}; --tool-call-parser of the orchestrator may name one"
+            "chat.tools",
+            "must be left out, as this model's chat template writes calls in none of the known ways, "
+            f"{', '.join(TOOL_FORMATS)}; --tool-call-parser of the orchestrator may name one",
         )
     return found
 

@@ -43,7 +43,7 @@ class TaggedSyntax(NamedSyntax):
         tag = self.after_key.split()[0]
         if odd := [key for key in values if tag in key or key != key.strip()]:
             must = f"have no {tag} in a property's name, and no blanks around it"
-            raise InvalidRequest(f"constraint: must {must}, got {odd[0][:64]!r}")
+            raise InvalidRequest("constraint", f"must {must}", repr(odd[0][:64]))
         arguments = [
             f"({write(f'{self.before_key}{key}{self.after_key}')} {value.name}){'' if value.is_required else '?'}"
             for key, value in values.items()

@@ -28,7 +28,7 @@ def argument_rules(name: str, parameters: str, after_value: str, write: Write) -
     """Rules by the names of the arguments that a schema lists; their own begin with `name`. Raises InvalidRequest."""
     root = json.loads(parameters)
     if odd := [key for key in (*ALTERNATIVES, *_NO_LIST) if key in root]:
-        raise InvalidRequest(f"constraint: must have no {odd[0]} beside its type, as this model names each argument")
+        raise InvalidRequest("constraint", f"must have no {odd[0]} beside its type, as this model names each argument")
     required, properties = root.get("required", []), dict(root.get("properties", {}))
     properties |= {key: {} for key in required if key not in properties}
     return {
@@ -54,7 +54,7 @@ def value_rules(name: str, schema: object, root: Schema, after_value: str, write
         elif types and "enum" in branch:
             if unreadable := [text for text in branch["enum"] if tag in text]:
                 raise InvalidRequest(
-                    f"constraint: must have no enum with {tag}, which ends it, got {unreadable[0][:64]!r}"
+                    "constraint", f"must have no enum with {tag}, which ends it", repr(unreadable[0][:64])
                 )
             options += [write(f"{text}{after_value}") for text in branch["enum"]]
         else:
@@ -68,7 +68,7 @@ def value_rules(name: str, schema: object, root: Schema, after_value: str, write
 def _text(schema: Schema, tag: str) -> str:
     """A terminal of texts of a schema without the tag that would end them."""
     if odd := [key for key in (*ALTERNATIVES, "enum") if key in schema]:  # an enum that allows nothing
-        raise InvalidRequest(f"constraint: must have no such {odd[0]} of an argument that may be a text")
+        raise InvalidRequest("constraint", f"must have no such {odd[0]} of an argument that may be a text")
     terms = [f"/(.|\\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/"]
     if pattern := schema.get("pattern"):
         terms.append(_found(pattern))

@@ -82,7 +82,7 @@ class ToolFormat:
                     grammar_of(Constraint(json_schema=function.parameters))
                 yield from self.syntax.rules(f"call_{index}", function, write, follows_schema=follows_schema)
             except InvalidRequest as exc:
-                raise _renamed(exc, f"chat.tools[{index}].function.parameters") from exc
+                raise exc.named(f"chat.tools[{index}].function.parameters") from exc
 
     def _free(self, added_tokens: AddedTokens) -> list[str]:
         """Rules of text without a mark. Tokens of whole texts are no part of regular expressions."""
@@ -103,12 +103,7 @@ def checked(field: str, rules: Sequence[str]) -> str:
     try:
         return grammar_of(Constraint(lark="\n".join(rules)))
     except InvalidRequest as exc:
-        raise _renamed(exc, field) from exc
-
-
-def _renamed(exc: InvalidRequest, name: str) -> InvalidRequest:
-    """The refusal of a constraint as one of another field."""
-    return InvalidRequest(f"{name}: {str(exc).partition(': ')[2]}")
+        raise exc.named(field) from exc
 
 
 def ranges(numbers: list[int]) -> str:

@@ -42,7 +42,7 @@ def tool_prompt(prompt: ChatPrompt, tokenizer: Tokenizer) -> list[int]:
 def require_tools(template: ChatTemplate) -> None:
     """Raise InvalidRequest if a template does not know tools, and so would leave them out."""
     if "tools" not in template.variables:
-        raise InvalidRequest("chat.tools: must be left out, as this model's chat template does not know tools")
+        raise InvalidRequest("chat.tools", "must be left out, as this model's chat template does not know tools")
 
 
 def _require_known(index: int, message: Message, template: ChatTemplate) -> None:
@@ -55,7 +55,7 @@ def _require_known(index: int, message: Message, template: ChatTemplate) -> None
         name, what = "tool_calls", "be one call, as this model's chat template reads the first alone"
     else:
         return
-    raise InvalidRequest(f"chat.messages[{index}].{name}: must {what}")
+    raise InvalidRequest(f"chat.messages[{index}].{name}", f"must {what}")
 
 
 def _message(message: Message, names: Mapping[str, str]) -> Fields:

@@ -223,7 +223,7 @@ class SlotPool:
         self._order.leave(session_id)
         session = self._kept.sessions.pop(session_id, None)
         if session is None:
-            raise NotFound(f"session_id: {session_id!r} has no slot here")
+            raise NotFound("session_id", f"{session_id!r} has no slot here")
         session.session_id, session.last_result, session.is_busy = "", None, False
         if session.state is SlotState.HELD:
             self._kept.let_go(session)

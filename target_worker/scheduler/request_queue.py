@@ -118,10 +118,10 @@ class CallQueue:
     def _require_fit(self, call: VerifyCall) -> None:
         length, longest = call.context.base_length + 1, self._limits.max_context
         if length > longest:
-            raise InvalidRequest(f"context: must have at most {longest} tokens, got {length}")
+            raise InvalidRequest("context", f"must have at most {longest} tokens", length)
         if (deepest := call.context.base_length + int(call.tree.depths().max())) >= longest:
             # Beyond its maximum context a model may compute wrong positions for a whole batch, other sessions included.
-            raise InvalidRequest(f"tree: positions must be from 0 to {longest - 1}, got {deepest}")
+            raise InvalidRequest("tree", f"positions must be from 0 to {longest - 1}", deepest)
 
     def _require_new(self, call: VerifyCall) -> None:
         """Check, before it takes a slot, that a session may begin with this call."""

@@ -166,7 +166,7 @@ def adjusted_after(
             return row
         following = allowed.after(tokens[num_prompt:])
         if following is None:  # no token that was drawn leads here
-            raise InvalidRequest("constraint: must allow every token of a path that is drawn")
+            raise InvalidRequest("constraint", "must allow every token of a path that is drawn")
         return constrained(row, following)
 
     return row_after

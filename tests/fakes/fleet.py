@@ -176,7 +176,7 @@ class FakeTarget(FakeWorker):
         if request.epoch and request.epoch < self.epochs.get(request.session_id, 0):
             raise StaleEpoch("it has been placed anew")
         if self.held.pop(request.session_id, None) is None:
-            raise NotFound("it is not held")
+            raise NotFound("session_id", "it is not held")
         self.released.append(request.session_id)
         return common_pb2.ReleaseReply()
 

@@ -419,7 +419,7 @@ async def test_a_refusal_frees_the_message_before_its_status_is_sent() -> None:
         try:
             raise ValueError("within")
         except ValueError as exc:
-            raise InvalidRequest("message: must be another") from exc
+            raise InvalidRequest("message", "must be another") from exc
 
     try:
         await refuse()

@@ -42,7 +42,7 @@ def test_a_field_however_long_its_name_is_refused_in_few_words_over_http(body: b
 
 
 def test_what_is_not_known_is_told_in_few_words_over_http() -> None:
-    error = api_error(NotFound("model: " + repr("x" * 100_000) + " is not served here"), {})
+    error = api_error(NotFound("model", repr("x" * 100_000) + " is not served here"), {})
     assert len(error.message) <= MAX_MESSAGE + 64
     assert error.param == "model"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from bough.config.cache_paths import (
     original_file,
 )
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.errors import BoughError, CheckpointError, ConfigError, PairingError
+from bough.errors import BoughError, CheckpointError, ConfigError, InvalidModel, InvalidSetting, PairingError
 from bough.model import compiled_folder
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import container_of, fetch, is_hub_id, resolve
@@ -47,6 +46,7 @@ INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the com
 KEYS_VARIABLE = "BOUGH_ORCHESTRATOR_KEYS"
 NO_DRAFT = "none"
 DRAINING = "draining: what runs may finish, for {:g} s at most; Ctrl-C again ends it at once"
+DRAFT_FLAGS = {name: f"--draft-{name[2:]}" for name in ("--device", "--dtype", "--bits")}  # by the draft worker's own
 MODEL_FLAGS = (
     "target", "drop_layers", "dtype", "device_memory", "kv_memory", "host_memory", "draft_bits",
     "draft_device", "draft_dtype",
@@ -160,8 +160,8 @@ def by_flag(flag: str) -> Iterator[None]:
     """Name a model by the flag that gave it in errors of the block."""
     try:
         yield
-    except CheckpointError as exc:
-        raise CheckpointError(re.sub("^model:", f"{flag}:", str(exc))) from exc
+    except InvalidModel as exc:
+        raise exc.named(flag) from exc
 
 
 def models_of(settings: Settings) -> dict[str, str]:
@@ -287,8 +287,8 @@ def _draft_config(
         flags += ["--max-context", str(target.max_context)]  # with less it would see only part of long sessions
     try:
         config = parse(DraftConfig, "draft_worker", flags, os.environ)
-    except ConfigError as exc:  # which names the worker's flag
-        raise ConfigError(re.sub("^--(device|dtype|bits):", r"--draft-\1:", str(exc))) from exc
+    except InvalidSetting as exc:
+        raise exc.named(DRAFT_FLAGS.get(exc.field, exc.field)) from exc
     if config.ahead_steps < 0 and _gpu(config.device) == _gpu(target.device):
         return replace(config, ahead_steps=0)  # they would delay the target's sweeps
     return config

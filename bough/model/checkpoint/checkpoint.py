@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bough.errors import CheckpointError
+from bough.errors import CheckpointError, InvalidModel
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.model_places import container_of, resolve
 
@@ -47,7 +47,7 @@ class Checkpoint:
             files = get_safetensors_metadata(model).files_metadata
         except (NotASafetensorsRepoError, SafetensorsParsingError, OSError) as exc:
             reason = (str(exc).strip() or repr(exc)).splitlines()[0]
-            raise CheckpointError(f"model: headers of {model} cannot be fetched: {reason}") from exc
+            raise InvalidModel("model", f"headers of {model} cannot be fetched: {reason}") from exc
         tensors = {
             name: _fetched(folder / file, name, info)
             for file, header in files.items()

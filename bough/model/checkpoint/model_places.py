@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from bough.errors import CheckpointError
+from bough.errors import CheckpointError, InvalidModel
 from bough.model.checkpoint.container import Container
 from bough.model.checkpoint.gguf_file import SUFFIX
 from bough.model.checkpoint.gguf_model import GgufModel
@@ -34,7 +34,7 @@ def resolve(model: str | Path) -> Path:
     if container_of(path).exists():
         return path
     if not is_hub_id(model):
-        raise CheckpointError(f"model: must be a folder or a GGUF file that exists, or a hub id, got {model}")
+        raise InvalidModel("model", "must be a folder or a GGUF file that exists, or a hub id", model)
     return cached(str(model))
 
 
@@ -71,14 +71,15 @@ def cached(model: str) -> Path:
     try:
         folder = Path(container_of(model).from_hub(cache_dir=cache, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, ValueError) as exc:
-        raise CheckpointError(
-            f"model: must be a folder or a model in the local Hugging Face cache, got {model}, of which {cache} has no "
-            "revision (refs/main and its snapshot); fetch models with `hf download`"
+        raise InvalidModel(
+            "model",
+            f"must be a folder or a model in the local Hugging Face cache, got {model}, of which {cache} has no "
+            "revision (refs/main and its snapshot); fetch models with `hf download`",
         ) from exc
     # Compared as spelled: symbolic links in the cache are made by its owner.
     if not Path(os.path.normpath(folder)).is_relative_to(os.path.normpath(cache)):
-        raise CheckpointError(
-            f"model: {model} must be in the Hugging Face cache, {cache}; its entry there points to {folder}"
+        raise InvalidModel(
+            "model", f"{model} must be in the Hugging Face cache, {cache}; its entry there points to {folder}"
         )
     return folder
 
@@ -106,8 +107,8 @@ def fetch(*models: str) -> None:
         except LocalEntryNotFoundError as exc:
             try:
                 cached(model)
-            except CheckpointError as missing:
-                raise CheckpointError(f"{missing}; the hub cannot be reached from here") from exc
+            except InvalidModel as missing:
+                raise InvalidModel("model", f"{missing.problem}; the hub cannot be reached from here") from exc
         except (HfHubHTTPError, HFValidationError, OSError) as exc:
             reason = (str(exc).strip() or repr(exc)).splitlines()[0]
-            raise CheckpointError(f"model: {model} cannot be fetched: {reason}") from exc
+            raise InvalidModel("model", f"{model} cannot be fetched: {reason}") from exc

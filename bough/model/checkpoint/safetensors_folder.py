@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bough.errors import CheckpointError
+from bough.errors import CheckpointError, InvalidModel
 from bough.model.checkpoint.container import TensorPlace
 from bough.tokenization.vocabulary import TokenizerFiles
 
@@ -59,7 +59,7 @@ class SafetensorsFolder:
         """Tensors of all files; one that several files have is where the index says."""
         folder = self.path
         if not self.config_place.is_file():
-            raise CheckpointError(f"model: must be a Hugging Face model folder, got {folder}, which has no config.json")
+            raise InvalidModel("model", "must be a Hugging Face model folder", f"{folder}, which has no config.json")
         index = folder / INDEX_NAME
         files = _weight_map(index) if index.is_file() else {}
         headers = {name: read_header(folder / name) for name in _shards(folder, set(files.values()) or {SINGLE_NAME})}

@@ -35,7 +35,7 @@ def require_numbers(largest: NDArray[np.floating[Any]] | np.floating[Any]) -> No
         InvalidRequest: all tokens are excluded.
     """
     if np.isneginf(largest).any():
-        raise InvalidRequest("sampling: must leave a token of the draft's vocabulary, got all of them banned")
+        raise InvalidRequest("sampling", "must leave a token of the draft's vocabulary", "all of them banned")
     if not np.isfinite(largest).all():
         raise Unavailable("the draft's logits are not numbers; its weights may be damaged")
 

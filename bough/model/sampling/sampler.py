@@ -74,7 +74,7 @@ def constrained(logits: Row, allowed: NDArray[np.bool_]) -> Row:
     """
     left: Row = np.where(allowed, logits, -np.inf)
     if np.isneginf(left.max()) and not np.isneginf(logits.max()):
-        raise InvalidRequest("constraint: must allow a token that logit_bias and min_tokens leave, got none")
+        raise InvalidRequest("constraint", "must allow a token that logit_bias and min_tokens leave", "none")
     return left
 
 

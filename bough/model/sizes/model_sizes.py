@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from bough.config.processes import TargetConfig
-from bough.errors import CheckpointError
+from bough.errors import CheckpointError, InvalidModel
 from bough.model.architecture.architecture import UNREADABLE, build_empty, describe, language_part, load_config
 from bough.model.architecture.moe import EXPERT_ROWS, AnySource, ExpertSources, has_own_products, stack_of
 from bough.model.backend import backend_of
@@ -105,7 +105,7 @@ def find_model(model: str) -> FoundModel:
     if is_hub_id(model):
         return _on_the_hub(model)
     if not path.exists():
-        raise CheckpointError(f"model: must be a folder that exists, a GGUF file, or a hub id, got {model}")
+        raise InvalidModel("model", "must be a folder that exists, a GGUF file, or a hub id", model)
     if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         return FoundModel(load_config(path), path, None)
     checkpoint = Checkpoint.open(path)
@@ -119,12 +119,13 @@ def _on_the_hub(model: str) -> FoundModel:
     try:
         config = language_part(AutoConfig.from_pretrained(model, trust_remote_code=False))
     except OSError as exc:
-        raise CheckpointError(
-            f"model: config.json of {model} can neither be fetched nor is it in the local Hugging Face cache: "
-            f"{(str(exc) or repr(exc)).splitlines()[0]}"
+        raise InvalidModel(
+            "model",
+            f"config.json of {model} can neither be fetched nor is it in the local Hugging Face cache: "
+            f"{(str(exc) or repr(exc)).splitlines()[0]}",
         ) from exc
     except UNREADABLE as exc:
-        raise CheckpointError(f"model: config.json of {model}: {exc}") from exc
+        raise InvalidModel("model", f"config.json of {model}: {exc}") from exc
     cached = try_to_load_from_cache(model, "config.json")
     folder = Path(cached).parent if isinstance(cached, str) else Path(HF_HUB_CACHE)
     try:
@@ -153,9 +154,10 @@ def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, devic
     else:
         format_ = None
         if not bits and format_of(config, path) is not None:
-            raise CheckpointError(
-                f"model: must have its weights' headers next to config.json, as they are packed, got {path} without "
-                "*.safetensors; give --bits 4 to plan without them"
+            raise InvalidModel(
+                "model",
+                "must have its weights' headers next to config.json, as they are packed",
+                f"{path} without *.safetensors; give --bits 4 to plan without them",
             )
         stored = dtype if bits else _stored_dtype(config, dtype)  # before the configuration is that of `dtype`
         model = build_empty(config, dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Mapping
 from http import HTTPStatus
 
@@ -16,6 +15,7 @@ from bough.errors import (
     ContextExceeded,
     DeadlineExceeded,
     Exhausted,
+    FieldError,
     InvalidRequest,
     NotFound,
     StaleEpoch,
@@ -33,7 +33,6 @@ MAX_PARAM = 256
 INVALID = "invalid_request_error"
 CONTEXT_EXCEEDED = "context_length_exceeded"  # agents shorten the conversation and retry
 UNAVAILABLE_RETRY_SECONDS = 1.0  # after which a worker or the index may answer again
-_FIELD = re.compile(r"([a-zA-Z_][\w.\[\]\-]*): ")
 
 
 class ApiError(Exception):
@@ -88,23 +87,25 @@ def shortened(value: object) -> str:
 
 def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
     """The refusal for an exception. `names` maps names of gRPC fields to those of HTTP."""
-    message, param = _renamed(str(exc), names)
+    param = None
+    if isinstance(exc, FieldError) and exc.field:
+        exc = exc.named(param := _http_name(exc.field, names))
     match exc:
         case ApiError():
             return exc
         case InvalidRequest():
             code = CONTEXT_EXCEEDED if isinstance(exc, ContextExceeded) else None
-            return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+            return ApiError(HTTPStatus.BAD_REQUEST, str(exc), param=param, code=code)
         case Unauthenticated():
             return ApiError(HTTPStatus.UNAUTHORIZED, str(exc), code="invalid_api_key")
         case NotFound():
             code = "model_not_found" if param == "model" else "not_found"
-            return ApiError(HTTPStatus.NOT_FOUND, message, param=param, code=code)
+            return ApiError(HTTPStatus.NOT_FOUND, str(exc), param=param, code=code)
         case Exhausted(retry_seconds=seconds):
             code = "rate_limit_exceeded"
             return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(exc), "rate_limit_error", None, code, seconds)
         case AlreadyRunning():
-            return ApiError(HTTPStatus.CONFLICT, message, "conflict_error", param, "already_running")
+            return ApiError(HTTPStatus.CONFLICT, str(exc), "conflict_error", param, "already_running")
         case StaleEpoch():
             return ApiError(HTTPStatus.CONFLICT, str(exc), "conflict_error", "session_id", "session_moved")
         case DeadlineExceeded():
@@ -117,13 +118,8 @@ def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, text, "server_error", None, "internal_error")
 
 
-def _renamed(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """Replace the longest known name with which a message begins by its HTTP name; returns the field's name too."""
-    match = _FIELD.match(message)
-    if match is None:
-        return message, None
-    field = match[1]
+def _http_name(field: str, names: Mapping[str, str]) -> str:
+    """A field's name over HTTP: the longest known name with which it begins is replaced."""
     beginnings = [name for name in names if field.startswith(name) and field[len(name) : len(name) + 1] in ("", *".[")]
     known = max(beginnings, key=len, default="")
-    renamed = names.get(known, "") + field.removeprefix(known)
-    return f"{renamed}: {message[match.end() :]}", renamed
+    return names.get(known, "") + field.removeprefix(known)

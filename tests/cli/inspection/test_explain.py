@@ -212,7 +212,7 @@ async def test_the_orchestrator_that_remembers_is_found(monkeypatch: pytest.Monk
             if self.address == "down:0":
                 raise Unavailable("down:0 does not answer")
             if session != f"of {self.address}":
-                raise NotFound(f"{self.address} has no {session}")
+                raise NotFound("", f"{self.address} has no {session}")
             return (FIXED,)
 
     monkeypatch.setattr(explain_module, "client_from", lambda _, address: OneOf(address))

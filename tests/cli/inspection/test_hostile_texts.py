@@ -74,9 +74,9 @@ def require_lines(text: str) -> list[str]:
     ("name", "flags", "error"),
     [
         ("doctor", [], None),
-        ("doctor", [], NotFound(HOSTILE)),
+        ("doctor", [], NotFound("", HOSTILE)),
         ("top", ["--count", "1"], None),
-        ("top", ["--count", "1"], NotFound(HOSTILE)),
+        ("top", ["--count", "1"], NotFound("", HOSTILE)),
         ("explain", [HOSTILE], None),
     ],
 )
@@ -96,7 +96,7 @@ async def test_commands_print_their_own_lines_alone(
 def test_an_orchestrators_error_is_printed_as_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command("explain", monkeypatch, NotFound(HOSTILE))
+    command("explain", monkeypatch, NotFound("", HOSTILE))
     with pytest.raises(SystemExit, match="2"):
         main(["explain"])
     first, second = require_lines(capsys.readouterr().err)

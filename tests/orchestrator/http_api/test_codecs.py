@@ -215,11 +215,11 @@ def test_speculation_is_told_by_the_names_that_benchmarks_read() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "param"),
     [
-        (InvalidRequest("chat.messages: empty"), 400, "messages"),
-        (InvalidRequest("logprobs: must be 0 to 64, got 99"), 400, "top_logprobs"),
-        (InvalidRequest("logit_bias[5]: 9999"), 400, "logit_bias[5]"),
-        (InvalidRequest("no field at all"), 400, None),
-        (NotFound("model: must be 'y', got 'x'"), 404, "model"),
+        (InvalidRequest("chat.messages", "empty"), 400, "messages"),
+        (InvalidRequest("logprobs", "must be 0 to 64", "99"), 400, "top_logprobs"),
+        (InvalidRequest("logit_bias[5]", "9999"), 400, "logit_bias[5]"),
+        (InvalidRequest("", "no field at all"), 400, None),
+        (NotFound("model", "must be 'y'", "'x'"), 404, "model"),
         (StaleEpoch("session_id: 'x' was closed"), 409, "session_id"),
         (Exhausted("full", 2.5), 429, None),
         (RuntimeError("secret"), 500, None),

@@ -75,7 +75,7 @@ async def test_callers_that_leave_get_no_further_turns(checks: Checks) -> None:
 
 
 async def test_a_check_that_is_refused_ends_its_turn(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_form, "grammar_of", Mock(side_effect=InvalidRequest("constraint: must be another")))
+    monkeypatch.setattr(output_form, "grammar_of", Mock(side_effect=InvalidRequest("constraint", "must be another")))
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="must be another"):
             await checks.of("one", "a")

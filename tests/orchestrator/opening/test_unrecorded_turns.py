@@ -77,7 +77,7 @@ async def test_a_turn_that_failed_before_its_first_round_leaves_the_session_as_i
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
     async with Client(first.address) as here, Client(second.address) as elsewhere:
         before = await read(here, TURN)
-        target.before = once(failing(InvalidRequest("tree: is none")), 1)
+        target.before = once(failing(InvalidRequest("tree", "is none")), 1)
         with pytest.raises(InvalidRequest, match="tree: is none"):
             await read(here, NEXT, MORE)
 

@@ -141,7 +141,7 @@ async def test_a_draft_with_something_new_to_say_in_each_round_does_not_fill_the
 
     async def grow(request: Any, context: Any) -> Any:
         draft.rounds.append(request.round)
-        raise InvalidRequest(f"round {request.round}: {'x' * 4000}")
+        raise InvalidRequest(f"round {request.round}", "x" * 4000)
 
     draft.Grow = grow
     await fakes.worker(draft)

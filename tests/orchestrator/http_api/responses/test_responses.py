@@ -364,7 +364,7 @@ def test_a_tool_that_is_allowed_twice_is_allowed() -> None:
 
 
 def names_to(field: str, names: dict[str, str]) -> str | None:
-    return api_error(InvalidRequest(f"{field}: must be another"), names).param
+    return api_error(InvalidRequest(field, "must be another"), names).param
 
 
 def tokens(text: str, *logprobs: PositionLogprobs) -> Tokens:
