@@ -1,14 +1,41 @@
-"""The application that a Serve configuration names: `import_path: deploy.app:build`."""
+"""The application that a Serve configuration names, `import_path: deploy.app:build`, and its replicas.
+
+Serve places, checks, scales and replaces replicas. Each supervises one program.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
+import ray
 from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import Response
 
-from deploy.replicas import DraftReplica, IndexReplica, OrchestratorReplica, TargetReplica
-from deploy.settings import INDEX, STOP_SECONDS, AppSettings, Role, read_fields
+from bough.concurrency.tasks import end, first_of, run_to_completion
+from bough.errors import ConfigError, Unavailable
+from bough.processes.child import RestartPolicy, Restarts
+from deploy.forward import Door, Forwarder
+from deploy.index import IndexPlace, IndexServer
+from deploy.policies import CALLS, REQUESTS
+from deploy.settings import (
+    INDEX,
+    STOP_SECONDS,
+    AppSettings,
+    ProgramSettings,
+    Role,
+    read_fields,
+    read_index,
+    read_program,
+    resolved_url,
+)
+from deploy.supervisor import Supervisor
 
 MANY = 100_000  # requests at one replica; the orchestrator's admission limits how many run
 OPTIONS: Mapping[str, Any] = {  # unless the configuration says otherwise
@@ -20,6 +47,289 @@ OPTIONS: Mapping[str, Any] = {  # unless the configuration says otherwise
     "graceful_shutdown_timeout_s": STOP_SECONDS,
     "max_surge_percent": 0,  # no GPU or port is spare for a second replica
 }
+INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
+ASK_SECONDS = 5.0
+IN_PLACE = RestartPolicy(first_pause_seconds=0.0, max_in_a_row=1)  # what ends again sooner is left to Serve
+PASSED_ON_SECONDS = 0.5  # in which a request that is being passed on reaches its program
+MOVED_SECONDS = 1.0  # between two questions where the index is
+READY_SECONDS = 50.0  # that a program which is started anew has to find a target, before requests come to it
+
+logger = logging.getLogger(__name__)
+
+IndexOf: TypeAlias = "DeploymentHandle | str"  # the index's deployment, or its URL
+
+
+def node_address() -> str:
+    """Return the address by which the cluster knows this node (`ray start --node-ip-address`)."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
+
+
+class IndexReplica:
+    """The index and its address."""
+
+    def __init__(self) -> None:
+        self._server: IndexServer | None = None
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Start the index, or restart it with other settings."""
+        settings = read_index(user_config)
+        await self._stop()
+        server = IndexServer(settings, node_address())
+        await server.wait()
+        self._server = server
+
+    async def place(self) -> IndexPlace:
+        """Return where the index is."""
+        if self._server is None:
+            raise Unavailable("the index is being started")
+        return self._server.place
+
+    async def check_health(self) -> None:
+        """Raise where the server has ended or does not answer."""
+        if self._server is not None:
+            await self._server.check()
+
+    async def __del__(self) -> None:
+        """Stop the server, as the deployment ends or moves to another node."""
+        await self._stop()
+
+    async def _stop(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+
+
+class Supervising:
+    """What replicas of workers and of orchestrators have in common."""
+
+    role: Role
+
+    def __init__(self, index: IndexOf) -> None:
+        self._index = index
+        self._place = IndexPlace("")
+        self._supervisor: Supervisor | None = None
+        self._restart: asyncio.Task[None] | None = None  # of a program that has ended by itself, or whose index moved
+        self._is_reconfiguring = False  # while other settings come, which no restart may overtake
+        self._restarts = Restarts(IN_PLACE)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Start the program, or start it anew with other settings.
+
+        Serve calls this after the constructor, for one replica after the other when `user_config` has changed, and
+        when only the rank of a replica has, which concerns no program.
+        """
+        settings = read_program(self.role, user_config)
+        if self._supervisor is not None and self._supervisor.settings == settings:
+            return
+        self._is_reconfiguring = True
+        try:
+            await self._end_restart()
+            await self._leave()
+            self._place = await self._placed_index()
+            await self._start_where_index_is(settings, settings.host or node_address())
+        finally:
+            self._is_reconfiguring = False
+
+    async def _start(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        await supervisor.start()
+        self._restarts.served()
+        await self._started(supervisor)
+
+    async def _start_where_index_is(self, settings: ProgramSettings, host: str) -> None:
+        """Start a program, and once more if the index moves meanwhile: a program that finds none ends."""
+        try:
+            await self._start(Supervisor(settings, host, self._place))
+        except ConfigError:
+            place = await self._placed_index()
+            if place == self._place:
+                raise
+            self._place = place
+            await self._stop()
+            await self._start(Supervisor(settings, host, place))
+
+    async def check_health(self) -> None:
+        """Raise where this replica must be replaced.
+
+        A program that has ended is started again here, once in a while; one whose index has moved is started anew each
+        time. Serve would take three checks to do that, and another process on a node with the same resources.
+        """
+        restart, supervisor = self._restart, self._supervisor
+        if restart is not None and restart.done():
+            restart.result()
+        if supervisor is None or self._is_reconfiguring:
+            return
+        if restart is None or restart.done():
+            try:
+                await supervisor.check()
+            except Unavailable as exc:
+                if supervisor is not self._supervisor or self._is_reconfiguring:  # a redeploy has ended it meanwhile
+                    return
+                if self._restarts.ended() is None:
+                    raise
+                logger.warning("%s\nit is started again", exc)
+                self._restart = asyncio.create_task(self._start_again(supervisor))
+                return
+        place = await self._index_now()
+        if place == self._place or supervisor is not self._supervisor or self._is_reconfiguring:
+            return
+        logger.warning("the index has moved from %s to %s: the program starts anew", self._place.url, place.url)
+        self._restart = asyncio.create_task(self._start_elsewhere(supervisor, place, restart))
+
+    async def _start_again(self, ended: Supervisor) -> None:
+        """Start a program again without asking Ray for anything, as its head may go meanwhile."""
+        await run_to_completion(self._stop())
+        await self._start(Supervisor(ended.settings, ended.host, self._place))
+
+    async def _start_elsewhere(self, before: Supervisor, place: IndexPlace, restart: asyncio.Task[None] | None) -> None:
+        """Start a program anew at the index's new place, also one that a `restart` is starting at the old one."""
+        self._place = place
+        if restart is not None:
+            await run_to_completion(end(restart))
+        await run_to_completion(self._leave())
+        await self._start_where_index_is(before.settings, before.host)
+
+    async def __del__(self) -> None:
+        """Drain before a redeploy or when scaling down; Serve waits for it."""
+        await self._end()
+
+    async def _leave(self) -> None:
+        """Let the program drain before another is started in its place, as it has the GPU; may be overridden."""
+        await self._stop()
+
+    async def _end(self) -> None:
+        await self._end_restart()
+        await self._stop()
+
+    async def _end_restart(self) -> None:
+        restart, self._restart = self._restart, None
+        if restart is not None:
+            await end(restart)
+
+    async def _started(self, supervisor: Supervisor) -> None:
+        """Run once the program serves; subclasses override it."""
+
+    async def _stop(self) -> None:
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            await supervisor.stop()
+
+    async def _index_now(self) -> IndexPlace:
+        """Return where the index is, or was while none answers: it is being replaced, and streams go on without it."""
+        try:
+            return await self._find_index(ASK_SECONDS)
+        except Unavailable:
+            return self._place
+
+    async def _placed_index(self) -> IndexPlace:
+        """Wait until the index is placed: whoever is asked may be one that is being replaced, and fail."""
+        deadline = time.monotonic() + INDEX_SECONDS
+        while True:
+            try:
+                return await self._find_index(deadline - time.monotonic())
+            except Unavailable:
+                if time.monotonic() > deadline - MOVED_SECONDS:
+                    raise
+                await asyncio.sleep(MOVED_SECONDS)
+
+    async def _until_index_moves(self) -> None:
+        while await self._index_now() == self._place:
+            await asyncio.sleep(MOVED_SECONDS)
+
+    async def _find_index(self, timeout_seconds: float) -> IndexPlace:
+        if isinstance(self._index, str):
+            return IndexPlace(resolved_url(self._index, os.environ))
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return IndexPlace(*await self._index.place.remote())
+        except TimeoutError as exc:
+            raise Unavailable(f"the deployment {INDEX} does not answer within {timeout_seconds:g} s") from exc
+        except Exception as exc:  # Serve raises various classes where a deployment has no replica
+            raise Unavailable(f"the deployment {INDEX} does not say where the index is: {exc!r}") from exc
+
+
+class TargetReplica(Supervising):
+    """A target worker. Their number is fixed, as a new one reads weights for minutes."""
+
+    role = Role.TARGET
+
+
+class DraftReplica(Supervising):
+    """A draft worker; Serve adds more when trees have to wait."""
+
+    role = Role.DRAFT
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return how many trees grow or wait."""
+        info = await self._supervisor.info() if self._supervisor else None
+        return {CALLS: float(info.num_waiting + info.num_running) if info else 0.0}
+
+
+class OrchestratorReplica(Supervising):
+    """An orchestrator; it also forwards requests from Serve's HTTP proxy to its own HTTP port."""
+
+    role = Role.ORCHESTRATOR
+
+    def __init__(self, index: IndexOf, workers: list[DeploymentHandle]) -> None:
+        """Keep `workers` only so that Serve deploys them with the application; they are found through the index."""
+        super().__init__(index)
+        self._workers = workers
+        self._door = Door()
+        self._leaving: set[asyncio.Task[None]] = set()  # of programs that drain beside their successors
+        self._has_served = False
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one HTTP request, streamed."""
+        return await self._door.forward(request)
+
+    async def check_health(self) -> None:
+        """Raise where this replica must be replaced; requests that wait for its program are refused then."""
+        try:
+            await super().check_health()
+        except Exception:
+            self._door.give_up()
+            raise
+        self._door.undo_give_up()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return how many requests run and wait, by whichever port they came in."""
+        loads = await self._supervisor.loads() if self._supervisor else None
+        return {REQUESTS: float(loads.num_requests_running + loads.num_requests_waiting) if loads else 0.0}
+
+    async def _leave(self) -> None:
+        """Let the program drain beside its successor: it leaves its ports at once, and what runs there goes on.
+
+        Requests that come by Serve's proxy wait until the successor serves.
+        """
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
+            return
+        leaving = asyncio.create_task(_drained(supervisor, self._door.release()))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    async def _end(self) -> None:
+        await asyncio.gather(super()._end(), *self._leaving)
+
+    async def _started(self, supervisor: Supervisor) -> None:
+        if self._has_served:  # requests wait, perhaps for a target that starts anew as well, unless it does elsewhere
+            await first_of(supervisor.until_ready(READY_SECONDS), self._until_index_moves())
+        self._has_served = True
+        self._door.open(supervisor.forwarder())
+
+    async def _stop(self) -> None:
+        self._door.pause()
+        await super()._stop()
+        await self._door.close()
+
+
+async def _drained(supervisor: Supervisor, forwarder: Forwarder | None) -> None:
+    """End a program once what is being passed on has reached it, and the connections to it after it."""
+    await asyncio.sleep(PASSED_ON_SECONDS)
+    await supervisor.stop()
+    if forwarder is not None:
+        await forwarder.close()
 
 
 def build(args: dict[str, Any]) -> serve.Application:

@@ -19,8 +19,7 @@ from bough.cli.flags.planning import add_plan, add_shape, add_simulate
 from bough.cli.flags.reaching import add_address, with_hint
 from bough.cli.flags.sampling import add_sampling
 from bough.cli.keys import add_keys
-from bough.config.flag_file import flags_from
-from bough.config.flag_parser import FlagParser, checked
+from bough.config.flag_parser import FlagParser, checked, flags_from
 from bough.config.parsers import number
 from bough.errors import BoughError, ConfigError
 from bough.runtime.exit_status import EXIT_SIGNAL, MEANINGS, MISUSED, status_of

@@ -1,13 +1,16 @@
-"""The command line of every program here."""
+"""The command line of every program here, and flags from a file."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from bough.config.parsers import number
+from bough.errors import ConfigError
 
 Value = TypeVar("Value")
 
@@ -48,3 +51,33 @@ def checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
             raise argparse.ArgumentTypeError(f"{exc}, got {text!r}") from None
 
     return read
+
+
+def flags_from(path: str, known: Collection[str]) -> list[str]:
+    """The flags in a file such as `target = "models/70b"` and `kv-memory = "4GB"`, as a command line has them.
+
+    Lists are joined by commas; `true` gives the flag alone, and `false` leaves it out.
+
+    Raises:
+        ConfigError: the file cannot be read, or names a flag that is not in `known`, or has a table.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--config: must be a TOML file, got {path}: {exc}") from exc
+    flags: list[str] = []
+    for name, value in values.items():
+        flag = f"--{name}"
+        if flag not in known:
+            similar = get_close_matches(flag, known, 1, 0.75)
+            hint = f" (similar: {similar[0].removeprefix('--')})" if similar else ""
+            raise ConfigError(f"{path}: {name}: must be the name of a flag without its dashes{hint}")
+        if isinstance(value, dict) or (
+            isinstance(value, list) and any(isinstance(each, dict | list) for each in value)
+        ):
+            raise ConfigError(f"{path}: {name}: must be a text, a number, or a list of these, got {value!r}")
+        if isinstance(value, bool):
+            flags += [flag] if value else []
+        else:
+            flags.append(f"{flag}={','.join(map(str, value)) if isinstance(value, list) else value}")
+    return flags

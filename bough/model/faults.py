@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from bough.errors import AcceleratorFull, AcceleratorLost
-from bough.runtime.fatal_exit import exit_soon
+from bough.runtime.exit_status import exit_soon
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, the only CUDA error after which the context is still usable
 LIBRARIES_FULL = "CUBLAS_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory"  # in plain RuntimeErrors

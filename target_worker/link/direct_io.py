@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from bough.errors import CheckpointError, StreamError
-from bough.runtime.fatal_exit import exit_soon
+from bough.runtime.exit_status import exit_soon
 from target_worker.link.layer_extents import ALIGNMENT, Extent, LayerExtents
 
 logger = logging.getLogger(__name__)

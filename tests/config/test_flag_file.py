@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bough.cli.main import main, parsed
-from bough.config.flag_file import flags_from
+from bough.config.flag_parser import flags_from
 from bough.errors import ConfigError
 
 KNOWN = ("--target", "--kv-memory", "--port", "--insecure", "--drop-layers")

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from bough.client import Client
 from bough.errors import ConfigError, Unauthenticated
-from deploy.replicas import OrchestratorReplica, Supervising
+from deploy.app import OrchestratorReplica, Supervising
 from deploy.settings import Role
 from tests.fakes.certificates import Authority
 from tests.fakes.processes.supervised import PROFILE, supervised

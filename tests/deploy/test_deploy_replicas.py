@@ -13,11 +13,10 @@ pytest.importorskip("ray")
 
 from bough.errors import ConfigError, Unavailable
 from bough.processes.child import Restarts
-from deploy import forward, replicas
-from deploy.app import build
+from deploy import app, forward
+from deploy.app import DraftReplica, OrchestratorReplica, build
 from deploy.forward import Door, Forwarder
 from deploy.index import IndexPlace
-from deploy.replicas import DraftReplica, OrchestratorReplica
 from tests.fakes.waiting import until
 
 
@@ -71,12 +70,12 @@ class DraftWorker(DraftReplica):
 @pytest.fixture
 async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OrchestratorReplica]:
     """A replica whose program runs."""
-    monkeypatch.setattr(replicas, "Supervisor", FakeSupervisor)
+    monkeypatch.setattr(app, "Supervisor", FakeSupervisor)
     monkeypatch.setattr(FakeSupervisor, "made", [], raising=False)
     monkeypatch.setattr(FakeSupervisor, "may_start", asyncio.Event(), raising=False)
     monkeypatch.setattr(FakeSupervisor, "may_end", asyncio.Event(), raising=False)
     FakeSupervisor.may_end.set()
-    monkeypatch.setattr(replicas, "PASSED_ON_SECONDS", 0.0)
+    monkeypatch.setattr(app, "PASSED_ON_SECONDS", 0.0)
     FakeSupervisor.may_start.set()
     made = Replica("redis://127.0.0.1:1", [])
     await made.reconfigure({"program": {"host": "127.0.0.1"}})
@@ -171,7 +170,7 @@ async def test_settings_that_come_while_the_index_is_replaced_wait_for_the_next(
         return answer
 
     monkeypatch.setattr(replica, "_find_index", placed)
-    monkeypatch.setattr(replicas, "MOVED_SECONDS", 0.0)
+    monkeypatch.setattr(app, "MOVED_SECONDS", 0.0)
     await replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}})
     assert FakeSupervisor.made[-1].index.url == "redis://127.0.0.1:2"
 
@@ -235,7 +234,7 @@ async def test_a_program_that_ends_again_or_cannot_be_started_is_left_to_serve(
 async def test_a_program_that_had_run_for_long_is_started_again_each_time(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "_restarts", Restarts(replace(replicas.IN_PLACE, steady_seconds=0.0)))
+    monkeypatch.setattr(replica, "_restarts", Restarts(replace(app.IN_PLACE, steady_seconds=0.0)))
     for number in range(1, 4):
         FakeSupervisor.made[-1].has_ended = True
         await replica.check_health()
@@ -333,7 +332,7 @@ async def test_a_successor_whose_index_moves_waits_for_no_target_there(
             await asyncio.Event().wait()
 
     monkeypatch.setattr(FakeSupervisor, "until_ready", until_ready)
-    monkeypatch.setattr(replicas, "MOVED_SECONDS", 0.0)
+    monkeypatch.setattr(app, "MOVED_SECONDS", 0.0)
     redeploying = asyncio.create_task(replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}}))
     await is_asked.wait()
     assert not redeploying.done()

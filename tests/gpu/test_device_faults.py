@@ -21,7 +21,7 @@ from bough.model import faults
 from bough.model.kv.kv_arena import KVArena
 from bough.processes.worker_process import watch
 from bough.rpc.status_map import ERROR_NAMES
-from bough.runtime.fatal_exit import EXIT_LOST
+from bough.runtime.exit_status import EXIT_LOST
 from bough.sizing.row_counts import RowCounts
 from target_worker.link import direct_io
 from target_worker.scheduler import engine as scheduling
@@ -144,7 +144,7 @@ def test_after_memory_ran_out_the_next_sweep_is_right(tiny: Path, monkeypatch: p
 
 
 def test_the_reason_is_the_last_line_and_the_status_is_not_0() -> None:
-    code = "import time; from bough.runtime.fatal_exit import exit_soon; "
+    code = "import time; from bough.runtime.exit_status import exit_soon; "
     code += "exit_soon(Exception('cuda:0 is lost')); time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (EXIT_LOST, "error: cuda:0 is lost")

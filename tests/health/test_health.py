@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from bough.health.probe import main, status_of
+from bough.health.__main__ import main, status_of
 from tests.fakes.simulated import pair_of
 from tests.fakes.stack import simulated_stack
 

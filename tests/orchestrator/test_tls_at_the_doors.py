@@ -16,7 +16,7 @@ import pytest
 
 from bough.client import Client
 from bough.errors import ConfigError, Unavailable
-from bough.health.probe import status_of
+from bough.health.__main__ import status_of
 from bough.protocol.generation import Finished, Started
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord

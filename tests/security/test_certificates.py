@@ -15,7 +15,7 @@ import pytest
 from bough.config.processes import OrchestratorConfig, TargetConfig
 from bough.config.reader import parse, with_shared
 from bough.errors import ConfigError
-from bough.health.probe import main, status_of
+from bough.health.__main__ import main, status_of
 from bough.rpc.server import is_serving, serving
 from bough.security import tls
 from bough.security.access import Access, certificate_files

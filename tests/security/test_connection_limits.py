@@ -14,8 +14,7 @@ from starlette.responses import PlainTextResponse
 from bough.config.addresses import free_port
 from bough.security.certificates import CertificateFiles
 from bough.security.tls import CurrentContext, Tls, server_context
-from deploy import tls_front
-from deploy.tls_front import TlsFront
+from deploy.index import TlsFront, most_connections
 from orchestrator.http_api import server
 from orchestrator.http_api.server import http_serving
 from tests.fakes.certificates import Authority
@@ -94,7 +93,7 @@ async def test_silent_connections_at_the_front_of_the_index_keep_nobody_out(
             writer.write(line)
         writer.close()
 
-    monkeypatch.setattr(tls_front, "most_connections", lambda: MOST)
+    monkeypatch.setattr("deploy.index.most_connections", lambda: MOST)
     index = await asyncio.start_unix_server(echo, tmp_path / "socket")
     front = TlsFront(tmp_path / "socket", server_tls(tmp_path))
     port = free_port("127.0.0.1")
@@ -113,4 +112,4 @@ async def test_silent_connections_at_the_front_of_the_index_keep_nobody_out(
 def test_the_front_of_the_index_leaves_half_of_the_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each connection has two."""
     monkeypatch.setattr("bough.runtime.connections.resource.getrlimit", lambda _: (1024, 1024))
-    assert tls_front.most_connections() == 256
+    assert most_connections() == 256

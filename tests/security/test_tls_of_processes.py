@@ -18,7 +18,7 @@ import pytest
 from bough.client import Client
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import Unauthenticated, Unavailable
-from bough.health.probe import status_of
+from bough.health.__main__ import status_of
 from bough.processes.launch import Cluster, Settings, launched
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TextPrompt, Tokens
 from bough.rpc.server import open_channel

@@ -13,9 +13,8 @@ import pytest
 
 import bough.cli.inspection.explain as explain_module
 import orchestrator.serving.requests as requests_module
-from bough.cli.inspection.decision_plot import save_decisions
 from bough.cli.inspection.doctor import doctor
-from bough.cli.inspection.explain import as_json, explain, summary, table
+from bough.cli.inspection.explain import as_json, explain, save_decisions, summary, table
 from bough.cli.main import argument_parser
 from bough.client import Client
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.machine.demo import demo
-from bough.cli.machine.demo_runs import Contest, Run, Side
+from bough.cli.machine.demo import Contest, Run, Side, demo
 from bough.cli.main import argument_parser, main
 from bough.errors import ConfigError
 from bough.processes.exit_with_parent import MODULE

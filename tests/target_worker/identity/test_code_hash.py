@@ -30,7 +30,7 @@ OTHERS = modules(
     ("bough.model.sizes", "memory_budget model_sizes"),
     ("bough.processes", "signals"),
     ("bough.protocol", "cost_curve messages prefix_hash"),
-    ("bough.runtime", "exit_status fatal_exit host_memory huge_pages kv_budget machine"),
+    ("bough.runtime", "exit_status host_memory huge_pages kv_budget machine"),
     ("bough.sizing", "curve_arrays flops other_devices placement sweep_times"),
     ("bough.telemetry", "spans"),
     ("bough.tokenization", "vocabulary"),
