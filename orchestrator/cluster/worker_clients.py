@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -51,6 +51,14 @@ class Reserved(NamedTuple):
 
     held: int  # of its tokens that are in the slot
     answer: TimedResult | None  # the verdict, if nothing else was missing
+
+
+class Belief(Protocol):
+    """What a target is believed to hold of a session."""
+
+    held: int  # leading tokens
+
+    def believe(self, num_tokens: int) -> None: ...
 
 
 class WorkerClient:
@@ -149,15 +157,18 @@ class TargetClient(WorkerClient):
         self._worker_id, self._caller = worker_id, uuid.uuid4().hex
 
     async def verify(
-        self, session: Session, proposal: Proposal, num_running: int, timeout_seconds: float
+        self, session: Session, proposal: Proposal, belief: Belief, num_running: int, timeout_seconds: float
     ) -> TimedResult:
-        """Get the verdict on a tree, with the call's duration; `num_running` sessions run there now."""
+        """Get the verdict on a tree, with the call's duration; `num_running` sessions run there now.
+
+        What the target denies to hold is no longer believed afterwards.
+        """
 
         def call(context: Context) -> Awaitable[VerifyResult]:
-            session.target_held = context.context_start  # as far as the target has not denied to hold it
+            belief.believe(context.context_start)
             return self._verify(session, proposal, num_running, timeout_seconds, context)
 
-        return await _with_context(session, session.target_held, call)
+        return await _with_context(session, belief.held, call)
 
     async def reserve(self, session: Session, proposal: Proposal, num_running: int, timeout_seconds: float) -> Reserved:
         """Ask for a slot without sending the context: the target reserves it before it reports missing tokens.
@@ -167,7 +178,8 @@ class TargetClient(WorkerClient):
         context = _context(session, len(session.tokens))
         call = self._verify(session, proposal, num_running, timeout_seconds, context, reserves=True)
         try:
-            return Reserved(session.target_held, await _timed(call))
+            answer = await _timed(call)
+            return Reserved(answer[0].held_length, answer)
         except PrefixMissing as exc:
             return Reserved(_common(session.tokens, exc), None)
 

@@ -12,9 +12,9 @@ from bough.concurrency.tasks import end
 from bough.errors import BoughError, Unavailable
 from orchestrator.admission.active_streams import Stream
 from orchestrator.cluster.directory import Directory
+from orchestrator.cluster.target_place import TargetPlace
 from orchestrator.cluster.worker_handle import AnyHandle, TargetHandle
 from orchestrator.opening.recorder import Recorder, session_record
-from orchestrator.opening.target_lease import TargetLease
 from orchestrator.sessions.session import Session
 
 # Seconds before further attempts to release; a target keeps the slot for a minute in any case (--lease-seconds).
@@ -30,12 +30,12 @@ class Endings:
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}  # by session id
         self._retries: set[asyncio.Task[None]] = set()  # releases that got no answer; nobody waits for them
 
-    def end(self, stream: Stream, session: Session, target: TargetHandle) -> None:
+    def end(self, stream: Stream, session: Session, place: TargetPlace) -> None:
         """Start releasing a stream's session, unless it is kept or goes on in another stream."""
-        is_refused = self._recorder.is_refused(session.session_id)
+        target, is_refused = place.target, self._recorder.is_refused(session.session_id)
         if session.keep or stream.is_superseded or stream.is_closed:
             is_over = stream.is_superseded or stream.is_closed
-            before = session_record(session, target.record.worker_id) if session.round else session.before
+            before = session_record(session, place) if session.round else session.before
             self._recorder.end(session.session_id, session.epoch, None if is_over else before)
         if session.keep and is_refused and not stream.is_closed:
             self._begin(session, self._release_if_closed(session, target))
@@ -48,9 +48,9 @@ class Endings:
         else:
             self._begin(session, self._forget(session, target))
 
-    def let_go(self, session: Session, target: TargetHandle, lease: TargetLease) -> None:
-        """Start releasing a session at a target where it may have a slot; it runs at that of its lease."""
-        self._begin(session, self._release(session.session_id, session.epoch, target, lease))
+    def let_go(self, session: Session, target: TargetHandle, place: TargetPlace) -> None:
+        """Start releasing a session at a target where it may have a slot; it runs at that of its place."""
+        self._begin(session, self._release(session.session_id, session.epoch, target, place))
 
     async def close(self, session_id: str) -> bool:
         """Close a session in the index and at its workers; returns whether the index knew it. Raises Unavailable."""
@@ -103,22 +103,22 @@ class Endings:
             await self._release(session.session_id, session.epoch, worker)
 
     async def _release(
-        self, session_id: str, epoch: int, worker: AnyHandle | None, lease: TargetLease | None = None
+        self, session_id: str, epoch: int, worker: AnyHandle | None, place: TargetPlace | None = None
     ) -> None:
         """Release a session at a worker, if that is known; one that does not answer is asked again in the background.
 
-        With a lease it is not asked again once the session runs there anew.
+        With a place it is not asked again once the session runs there anew.
         """
         if worker is not None and not await _has_released(worker, session_id, epoch):
-            retrying = asyncio.create_task(self._release_later(session_id, epoch, worker, lease))
+            retrying = asyncio.create_task(self._release_later(session_id, epoch, worker, place))
             self._retries.add(retrying)
             retrying.add_done_callback(self._retries.discard)
 
-    async def _release_later(self, session_id: str, epoch: int, worker: AnyHandle, lease: TargetLease | None) -> None:
+    async def _release_later(self, session_id: str, epoch: int, worker: AnyHandle, place: TargetPlace | None) -> None:
         for seconds in RETRY_PAUSES:
             await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
             is_known = self._directory.find(worker.record.worker_id) is worker
-            if not is_known or (lease is not None and lease.target is worker):
+            if not is_known or (place is not None and place.target is worker):
                 return
             if await _has_released(worker, session_id, epoch):
                 return

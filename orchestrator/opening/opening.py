@@ -24,13 +24,13 @@ from orchestrator.admission.size_limits import require_room, require_size, requi
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
 from orchestrator.cluster.served_models import targets_for
+from orchestrator.cluster.target_place import TargetPlace
 from orchestrator.cluster.worker_handle import TargetHandle, Targets
 from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.output_form import OutputForm, output_form
 from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_prompt
 from orchestrator.opening.recorder import Recorder, lost_turn, request_record
 from orchestrator.opening.resuming import require_resume, require_same_request, resume
-from orchestrator.opening.target_lease import TargetLease
 from orchestrator.opening.target_waiting import TargetWaiting
 from orchestrator.reasoning.formats import thoughts_of
 from orchestrator.sessions.deadline import Deadline
@@ -42,7 +42,7 @@ class Opened(NamedTuple):
     """A session that may run, unless it is finished already."""
 
     session: Session
-    lease: TargetLease
+    place: TargetPlace
     unseen: Tokens | None  # generated before the client's stream broke, and not received
 
 
@@ -88,8 +88,8 @@ class Opening:
     waiting: TargetWaiting
     _made: _Made | None = None
 
-    async def open(self, prompt: Prompt, options: GenerateOptions, place: AsyncExitStack, deadline: Deadline) -> Opened:
-        """Open a session for a request with an id, and lease a place at a target until `place` is closed.
+    async def open(self, prompt: Prompt, options: GenerateOptions, until: AsyncExitStack, deadline: Deadline) -> Opened:
+        """Open a session for a request with an id, and take a place at a target, which is left when `until` is closed.
 
         Raises:
             InvalidRequest: names the invalid field.
@@ -110,7 +110,7 @@ class Opening:
         form = await output_form(prompt, options, largest.tokenizer, self.config.tool_call_parser, thoughts)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
-        lease = place.enter_context(TargetLease(target))  # at once, so that concurrent requests see each other
+        place = until.enter_context(TargetPlace(target))  # at once, so that concurrent requests see each other
         session, unseen = _session(tokens, options, form, target, past.request), None
         session.weights_hash, session.thoughts = past.weights_hash or target.info.weights_hash, thoughts
         # Unless it is known otherwise, all is expected to be cached: a small first tree costs little if it is not.
@@ -121,8 +121,8 @@ class Opening:
                 require_same_request(past.request, session)
             unseen = resume(session, options, options.resume, past.request)
         if not session.is_finished:
-            await self._claim(session, options, past, target)
-        return Opened(session, lease, unseen)
+            await self._claim(session, options, past, place)
+        return Opened(session, place, unseen)
 
     async def _past_and_targets(self, options: GenerateOptions) -> tuple[_Past, Targets]:
         past = await self._past(options)
@@ -209,7 +209,7 @@ class Opening:
                 knows_held = False
         return Need(len(tokens), options.max_tokens, held, home_id, knows_held)
 
-    async def _claim(self, session: Session, options: GenerateOptions, past: _Past, target: TargetHandle) -> None:
+    async def _claim(self, session: Session, options: GenerateOptions, past: _Past, place: TargetPlace) -> None:
         """Claim the session; what workers held last is assumed to be there until they say otherwise.
 
         The claim tells other orchestrators that the recorded turn is not the last one any more. Raises Unavailable if
@@ -225,9 +225,9 @@ class Opening:
             session.epoch, session.born_us = max(claim.epoch, record.epoch + 1), record.born_us
             session.has_claim = claim.is_granted and claim.epoch > record.epoch
             common = common_length(record.tokens, session.tokens)
-            is_same = record.target_id == target.record.worker_id
             held = min(common, len(session.tokens) - 1)  # the last token is the root, which is never cached
-            session.target_held = min(record.target_length, held) if is_same else 0
+            if record.target_id == place.target.record.worker_id:
+                place.believe(min(record.target_length, held))
             session.draft_id, session.draft_held = record.draft_id, min(record.draft_length, held)
         if options.continues:
             if claim.record is not None and record is not None and claim.record.epoch > record.epoch:

@@ -18,6 +18,7 @@ from bough.protocol.same_fields import like
 from bough.protocol.sampling_params import SamplingParams
 from bough.registry.records import RequestRecord, SessionRecord
 from bough.registry.registry import Registry
+from orchestrator.cluster.target_place import TargetPlace
 from orchestrator.sessions.session import Session
 
 logger = logging.getLogger(__name__)
@@ -279,9 +280,10 @@ def _lost(session_id: str, state: _RoundRecord | _Unchanged | _Drop) -> _Drop | 
     return _Drop(session_id, state.epoch, is_lost=True) if is_kept else None
 
 
-def session_record(session: Session, target_id: str) -> SessionRecord:
+def session_record(session: Session, place: TargetPlace) -> SessionRecord:
     """The session's place and tokens."""
-    lengths = {"target_length": session.target_held, "draft_length": session.draft_held}
+    lengths = {"target_length": place.held, "draft_length": session.draft_held}
+    target_id = place.target.record.worker_id
     return like(SessionRecord, session, target_id=target_id, tokens=session.tokens[:], **lengths)
 
 

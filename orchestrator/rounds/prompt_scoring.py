@@ -14,15 +14,15 @@ from bough.protocol.generation import PromptLogprobs
 from bough.protocol.prefix_hash import TokenHistory
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree import Tree
-from orchestrator.opening.target_lease import TargetLease
-from orchestrator.rounds.failover import Failover
+from orchestrator.cluster.target_place import TargetPlace
+from orchestrator.rounds.verifier import Verifier
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.plans import Proposal
 
 
 async def scored_prompt(
-    session: Session, lease: TargetLease, failover: Failover, num_top: int
+    session: Session, place: TargetPlace, verifier: Verifier, num_top: int
 ) -> AsyncIterator[PromptLogprobs]:
     """Yield the log-probabilities of a session's prompt, a tree's worth at a time, each with `num_top` alternatives.
 
@@ -30,23 +30,24 @@ async def scored_prompt(
     round does, and InvalidRequest if the target does not score given tokens.
     """
     prompt = [*session.tokens[: session.prompt_length]]
-    tokenizer = lease.target.tokenizer
-    begins = await failover.directory.tokenizing.run(lambda: token_begins(tokenizer, prompt))
-    session.target_held = session.cached_tokens = 0
+    tokenizer = place.target.tokenizer
+    begins = await verifier.directory.tokenizing.run(lambda: token_begins(tokenizer, prompt))
+    place.believe(0)
+    session.cached_tokens = 0
     yield PromptLogprobs(tuple(prompt[:1]), (), begins[:1])
     num_scored = 1
     while num_scored < len(prompt):
         # The last token that was scored is the root, as its keys and values count as not held.
-        chain = prompt[num_scored - 1 : num_scored - 1 + lease.target.info.max_nodes]
+        chain = prompt[num_scored - 1 : num_scored - 1 + place.target.info.max_nodes]
         proposal = Proposal(Tree.chain(chain), False, np.zeros(0, np.intp), is_given=True)
         with session.trace.child("score") as session.span, _standing_at(session, num_scored, num_top):
-            result, _ = await failover.verify(session, lease, proposal)
+            result, _ = await verifier.verify(session, place, proposal)
             session.round += 1
         if [at.token.token_id for at in result.verdict.logprobs] != chain[1:]:
             raise InvalidRequest("prompt_logprobs", "must be left out, as this target worker is older and reports none")
         scored = slice(num_scored, num_scored + len(chain) - 1)
         num_scored = scored.stop
-        session.target_held = min(result.held_length, num_scored - 1)
+        place.believe(min(result.held_length, num_scored - 1))
         yield PromptLogprobs(tuple(chain[1:]), result.verdict.logprobs, begins[scored])
 
 

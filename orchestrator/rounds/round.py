@@ -18,13 +18,13 @@ from bough.trees.suffix_automaton import LookupLimits
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import TreePlan
 from orchestrator.cluster.directory import Directory
+from orchestrator.cluster.target_place import TargetPlace
 from orchestrator.cluster.worker_clients import Timed
 from orchestrator.cluster.worker_handle import DraftHandle, TargetHandle
 from orchestrator.opening.recorder import Recorder, request_record, session_record
-from orchestrator.opening.target_lease import TargetLease
-from orchestrator.rounds.failover import Failover
 from orchestrator.rounds.prompt_lookup import Acceptance, PromptLookup, assumed_probability
 from orchestrator.rounds.prompt_scoring import scored_prompt
+from orchestrator.rounds.verifier import Verifier
 from orchestrator.sessions.session import Session, verified_part
 from orchestrator.sizing.acceptance_counts import AcceptanceCounter
 from orchestrator.sizing.plans import RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
@@ -43,52 +43,52 @@ class Rounds:
     config: OrchestratorConfig
     directory: Directory
     sizer: Sizer
-    failover: Failover
+    verifier: Verifier
     recorder: Recorder
     acceptance: AcceptanceCounter
     lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # shared by all sessions
 
-    async def run(self, session: Session, lease: TargetLease) -> AsyncGenerator[Tokens | PromptLogprobs]:
+    async def run(self, session: Session, place: TargetPlace) -> AsyncGenerator[Tokens | PromptLogprobs]:
         """Run rounds of a session until it is finished, after those that score its prompt, if that is asked for.
 
         A draft's failure costs a round its guesses, except for those from the session's own text. A target's failure
-        costs the time to continue, possibly at another target, to which the lease moves. Raises what `Failover.verify`
+        costs the time to continue, possibly at another target, to which its place moves. Raises what `Verifier.verify`
         does.
         """
         if session.prompt_logprobs is not None and not session.is_finished:  # else its client has seen them all
-            async for scores in scored_prompt(session, lease, self.failover, session.prompt_logprobs):
+            async for scores in scored_prompt(session, place, self.verifier, session.prompt_logprobs):
                 yield scores
             if not session.stops.max_tokens:
                 session.finish_reason = "length"
-            self.record(session, lease.target)
+            self.record(session, place)
         lookup = PromptLookup(self.lookups)
         known = session.tokens[:] if self._num_lookup(session) else ()
         async with lookup.reading(known, self.directory.tokenizing.run):
             while not session.is_finished:
-                yield await self._traced(session, lease, lookup)
+                yield await self._traced(session, place, lookup)
 
-    async def _traced(self, session: Session, lease: TargetLease, lookup: PromptLookup) -> Tokens:
+    async def _traced(self, session: Session, place: TargetPlace, lookup: PromptLookup) -> Tokens:
         """Run one round in its own span."""
         log_session(session.session_id)
         with session.trace.child("round", {"bough.round": session.round}) as session.span:
-            tokens = await self._round(session, lease, lookup)
+            tokens = await self._round(session, place, lookup)
             if session.span.is_recorded:
                 session.span.set(round_attributes(tokens))
         return tokens
 
-    async def _round(self, session: Session, lease: TargetLease, lookup: PromptLookup) -> Tokens:
+    async def _round(self, session: Session, place: TargetPlace, lookup: PromptLookup) -> Tokens:
         """Run one round, with the guesses that are available."""
         await self.directory.limiter.acquire()
         began_ns = time.perf_counter_ns()
-        draft = self._draft(session, lease.target)
-        plan = self.sizer.plan(self._situation(session, lease.target, draft))
-        drafted, grown, drafting = await self._grow(session, lease.target, draft, plan)
+        draft = self._draft(session, place.target)
+        plan = self.sizer.plan(self._situation(session, place, draft))
+        drafted, grown, drafting = await self._grow(session, place.target, draft, plan)
         limits = LookupLimits(plan.lookup, plan.lookup_depth, session.sampling.stop_token_ids)
         guesses = lookup.grow(session.tokens, drafted, limits)
         proposal = self.sizer.propose(session.session_id, drafted, guesses.tree)
         if len(drafted) > 1:  # without samples, all guesses are verified by the target's own scheme
             proposal = proposal._replace(scheme=plan.tree.scheme)
-        result, verifying = await self.failover.verify(session, lease, proposal)
+        result, verifying = await self.verifier.verify(session, place, proposal)
         timings = _timings(began_ns, drafting, result, verifying)
         with session.span.child("commit"):
             chosen = result.verdict.tokens_of(proposal.tree)
@@ -96,16 +96,17 @@ class Rounds:
             lookup.observe(guesses, chosen)
             self.acceptance.observe(proposal.scheme, *verified_part(proposal.tree, result))
             tokens = session.commit(proposal.tree, drafted, result, timings)
+            place.believe(min(result.held_length, len(session.tokens) - 1))
             network_ns = drafting.network_ns, verifying.network_ns
             outcome = RoundOutcome(len(proposal.tree), chosen, result, grown, *network_ns, timings, num_context)
             self.sizer.observe(session.session_id, outcome)
-            self.record(session, lease.target)
+            self.record(session, place)
         return tokens
 
-    def record(self, session: Session, target: TargetHandle) -> None:
+    def record(self, session: Session, place: TargetPlace) -> None:
         """Have the session recorded in the index. Raises StaleEpoch as `require_held`."""
-        known = (session_record(session, target.record.worker_id), request_record(session))
-        self.recorder.record(*known, target.info.model_fingerprint, session.cache_salt)
+        known = (session_record(session, place), request_record(session))
+        self.recorder.record(*known, place.target.info.model_fingerprint, session.cache_salt)
         self.require_held(session)
 
     def require_held(self, session: Session) -> None:
@@ -123,7 +124,7 @@ class Rounds:
             session.warn("no draft worker could be used: some rounds went without")
         return draft
 
-    def _situation(self, session: Session, target: TargetHandle, draft: DraftHandle | None) -> Situation:
+    def _situation(self, session: Session, place: TargetPlace, draft: DraftHandle | None) -> Situation:
         """The sizer's input. Sampled schemes use prompt lookup only if the request asks for it.
 
         Sampled schemes draw anew in every round: the same seed gives the same text only if rounds end alike, and lookup
@@ -136,10 +137,10 @@ class Rounds:
             session.session_id,
             speculation,
             session.sampling.temperature,
-            like(WorkerFacts, target.info, num_running=target.num_running),
+            like(WorkerFacts, place.target.info, num_running=place.target.num_running),
             like(WorkerFacts, draft.info, num_running=1) if draft is not None else None,
             session.num_remaining,
-            num_before - max(session.target_held, session.target_cached),
+            num_before - max(place.held, session.target_cached),
             num_before - draft_held,
             self._num_lookup(session),
         )

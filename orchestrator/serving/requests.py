@@ -25,10 +25,9 @@ from orchestrator.opening.endings import Endings
 from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.opening import Opened, Opening
 from orchestrator.opening.recorder import Recorder
-from orchestrator.opening.slot_waiting import Slots
 from orchestrator.opening.target_waiting import TargetWaiting
-from orchestrator.rounds.failover import Failover
 from orchestrator.rounds.round import Rounds
+from orchestrator.rounds.verifier import Verifier
 from orchestrator.serving.model_texts import MOST_HELD, ModelTexts
 from orchestrator.sessions.deadline import Deadline
 from orchestrator.sessions.session import Session, never_begun
@@ -59,9 +58,8 @@ class Requests:
         self._opening = Opening(config, directory, self._recorder, self._claims, waiting)
         self.sizer = MeasuredSizer(TreeSizer.of(config))
         self._endings = Endings(directory, self._recorder)
-        self._slots = Slots(config, directory, self._endings)
-        failover = Failover(config, directory, self._claims, self._slots)
-        self._rounds = Rounds(config, directory, self.sizer, failover, self._recorder, AcceptanceCounter())
+        self._verifier = Verifier(config, directory, self._claims, self._endings)
+        self._rounds = Rounds(config, directory, self.sizer, self._verifier, self._recorder, AcceptanceCounter())
         self.loop_lag = LoopLag()
         self._running = Running()
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session ids of the latest requests, by request id
@@ -141,11 +139,11 @@ class Requests:
         return opened
 
     async def _stream(self, stream: Stream, opened: Opened) -> AsyncGenerator[Event]:
-        session, lease = opened.session, opened.lease
-        rounds, troubles = self._rounds.run(session, lease), TroubleCount(self.totals, session)
+        session, place = opened.session, opened.place
+        rounds, troubles = self._rounds.run(session, place), TroubleCount(self.totals, session)
         try:
             num_seen = session.num_replayed - len(opened.unseen.token_ids if opened.unseen else ())
-            self._note(session, lease.target.info.model_name)
+            self._note(session, place.target.info.model_name)
             yield session.started(num_seen)
             if opened.unseen is not None:
                 yield opened.unseen
@@ -155,7 +153,7 @@ class Requests:
                 yield event
             if not session.is_finished:
                 session.finish_reason = "abort"
-                self._rounds.record(session, lease.target)
+                self._rounds.record(session, place)
             if self.directory.index_problem:
                 session.warn(f"{self.directory.index_problem}; the session is not recorded")
             elif session.keep:  # the next turn may come through another orchestrator
@@ -169,7 +167,7 @@ class Requests:
         finally:
             troubles.count()
             self.sizer.forget(session.session_id)
-            self._endings.end(stream, session, lease.target)
+            self._endings.end(stream, session, place)
             await rounds.aclose()  # last, as a further cancellation may interrupt it
 
     @asynccontextmanager
@@ -243,7 +241,7 @@ class Requests:
     @property
     def _counts(self) -> tuple[int, int]:
         """Requests that run, and that wait for a place, a target or a KV slot."""
-        num_held_up = self._slots.num_waiting + self._opening.waiting.num_held
+        num_held_up = self._verifier.num_waiting + self._opening.waiting.num_held
         return self.admission.num_running - num_held_up, self.admission.num_waiting + num_held_up
 
     def figures(self) -> Figures:

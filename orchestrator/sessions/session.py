@@ -60,7 +60,6 @@ class Session:
     has_claim: bool = False  # whether the index has granted the epoch
     deadline: Deadline = field(default_factory=Deadline)
     round: int = 0
-    target_held: int = 0  # tokens that the target is assumed to hold
     target_cached: int = 0  # leading tokens that it probably caches for other sessions, before it has answered
     draft_held: int = 0
     draft_id: str = ""  # worker asked last
@@ -140,8 +139,7 @@ class Session:
             self.num_more_warnings += 1
 
     def gave_way(self, target_id: str) -> None:
-        """Note that the session was preempted; the target reports what it still holds when there is room."""
-        self.target_held = 0
+        """Note that the session was preempted."""
         self.span.event("preempted", {"bough.worker": target_id})
         self.warn(f"{target_id}: KV memory was full (--kv-memory); this request gave way to older ones for a while")
 
@@ -188,7 +186,6 @@ class Session:
                 break
         num_lookup = max(0, min(len(accepted), len(committed)) - len(drafted.along(accepted)))
         self.num_lookup_tokens += num_lookup
-        self.target_held = min(result.held_length, len(self.tokens) - 1)
         if self.cached_tokens is None:
             self.cached_tokens = min(result.cached_length, self.prompt_length)
         self.round += 1

@@ -12,7 +12,7 @@ from bough.client import Client
 from bough.errors import Exhausted
 from bough.protocol.generation import GenerateOptions
 from bough.protocol.messages import VerifyCall
-from orchestrator.opening.slot_waiting import SlotQueue
+from orchestrator.cluster.target_place import SlotQueue
 from tests.fakes.fleet import FakeTarget, Fleet
 from tests.fakes.streams import OPTIONS, expected, read
 from tests.fakes.waiting import until

@@ -17,8 +17,8 @@ from bough.pb import common_pb2, target_pb2
 from bough.protocol.generation import Resume, Tokens
 from bough.protocol.messages import VerifyCall
 from orchestrator.admission.active_streams import Stream
+from orchestrator.cluster.target_place import TargetPlace
 from orchestrator.opening import endings
-from orchestrator.opening.target_lease import TargetLease
 from orchestrator.rounds.round import Rounds
 from orchestrator.sessions.session import Session
 from tests.fakes.fleet import FakeTarget, Fleet
@@ -251,6 +251,6 @@ async def test_a_release_is_repeated_only_where_it_frees_a_slot_that_is_left(
     (target,) = requests.directory.targets
     left = target if is_known else replace(target)
     session = cast(Session, SimpleNamespace(session_id="s", epoch=1))
-    requests._endings.let_go(session, left, TargetLease(replace(target) if is_elsewhere else target))
+    requests._endings.let_go(session, left, TargetPlace(replace(target) if is_elsewhere else target))
     await until(lambda: asked and not requests._endings._tasks and not requests._endings._retries)
     assert asked == ["s"] * num_asked

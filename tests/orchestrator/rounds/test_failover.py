@@ -17,8 +17,8 @@ from bough.protocol.generation import TextPrompt
 from bough.protocol.messages import VerifyCall
 from bough.registry.records import WorkerRecord
 from orchestrator.cluster.directory import POLL_SECONDS
-from orchestrator.opening.target_lease import TargetLease
-from orchestrator.rounds.failover import MOST_IN_ALL, MOST_TARGETS, Failover, _Trouble
+from orchestrator.cluster.target_place import TargetPlace
+from orchestrator.rounds.verifier import MOST_IN_ALL, MOST_TARGETS, Verifier, _Trouble
 from tests.fakes.fleet import Fleet, Process
 from tests.fakes.streams import OPTIONS, Gate, expected, failing, kill_the_one_that_gets, once, read
 from tests.fakes.waiting import until
@@ -312,15 +312,15 @@ def test_faults_in_a_row_end_with_an_answer_or_a_loss_without_the_call() -> None
 async def test_faults_in_a_row_begin_anew_when_a_target_is_lost_without_the_call(fakes: Fleet) -> None:
     await fakes.target("t1")
     requests, _ = await fakes.orchestrator()
-    failover, lost = requests._rounds.failover, NoAnswer("connection reset", was_connected=True)
+    verifier, lost = requests._rounds.verifier, NoAnswer("connection reset", was_connected=True)
     mine, others = _Trouble(0.0), _Trouble(0.0)
     for number in range(MOST_TARGETS - 1):
         for trouble in (mine, others):
-            failover._note_loss(f"shared-{number}", trouble, lost)
+            verifier._note_loss(f"shared-{number}", trouble, lost)
             trouble.count(lost)
     assert mine.num_in_row == others.num_in_row == MOST_TARGETS - 1, "both were there each time"
-    failover._note_loss("without mine", others, lost)
-    failover._note_loss("the next", mine, lost)
+    verifier._note_loss("without mine", others, lost)
+    verifier._note_loss("the next", mine, lost)
     mine.count(lost)
     others.count(lost)
     assert (mine.num_in_row, others.num_in_row) == (1, MOST_TARGETS)
@@ -360,13 +360,13 @@ async def test_the_time_in_which_a_call_ran_is_no_time_without_a_target(
     await fakes.target("t1")
     requests, _ = await fakes.orchestrator("--failover-timeout", "5")
     (target,) = requests.directory.targets
-    failover, lease = requests._rounds.failover, TargetLease(target)
-    monkeypatch.setattr(Failover, "_successor", AsyncMock(side_effect=[None, None, target]))
+    verifier, place = requests._rounds.verifier, TargetPlace(target)
+    monkeypatch.setattr(Verifier, "_successor", AsyncMock(side_effect=[None, None, target]))
     trouble = _Trouble(time.monotonic() - 600.0)
     exc = NoAnswer("gone")
-    await failover._recover(Mock(session_id="s"), lease, 1, trouble, exc)
+    await verifier._recover(Mock(session_id="s"), place, 1, trouble, exc)
     assert 0 < trouble.away_seconds < 5
     trouble.away_seconds = 10.0
-    monkeypatch.setattr(Failover, "_successor", AsyncMock(return_value=None))
+    monkeypatch.setattr(Verifier, "_successor", AsyncMock(return_value=None))
     with pytest.raises(Unavailable, match="no target with this model could be used for 5 s"):
-        await failover._recover(Mock(session_id="s"), lease, 1, trouble, exc)
+        await verifier._recover(Mock(session_id="s"), place, 1, trouble, exc)

@@ -1,28 +1,32 @@
-"""Verifies at any target that can: a failing target costs time, and nothing else."""
+"""Verifies at any target that can: one that fails or has no room costs time, and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bough.config.processes import OrchestratorConfig
-from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
+from bough.errors import BoughError, Exhausted, NoAnswer, Preempted, StaleEpoch, Unavailable
 from bough.protocol.worker_info import weights_differ
 from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.expected_wait import Need
+from orchestrator.cluster.expected_wait import Need, expected_wait
+from orchestrator.cluster.target_place import PlaceState, SlotQueue, TargetPlace
 from orchestrator.cluster.worker_clients import TimedResult
 from orchestrator.cluster.worker_handle import TargetHandle
 from orchestrator.cluster.worker_health import is_fault
+from orchestrator.opening.endings import Endings
 from orchestrator.opening.epochs import Epochs
-from orchestrator.opening.slot_waiting import Slots
-from orchestrator.opening.target_lease import TargetLease
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.plans import Proposal
 
 logger = logging.getLogger(__name__)
 
+RETRY_SLOT_SECONDS = 0.25  # between two requests for a slot
 RETRY_SECONDS = 1.0  # for so long after the first fault only the same target is tried
 MOST_TARGETS = 3  # at which one call may fail, or which it may bring down, in a row before it is the call's own fault
 MOST_IN_ALL = 9  # the same, if others were lost without it or had no room in between, as while all targets restart
@@ -69,20 +73,25 @@ class _Trouble:
 
 
 @dataclass(slots=True)
-class Failover:
+class Verifier:
     """Gets a verdict on a tree from the session's target, or from another one of the same model.
 
-    The tree stays the same, and so does the verdict in every scheme.
+    A session that is refused a slot, or was preempted, waits; among sessions that the same targets can serve, only the
+    oldest asks, without sending its context. It takes any target with room, unless waiting for its own target's cached
+    tokens is faster than computing them again. If its target fails, it moves. The tree stays the same, and so does the
+    verdict in every scheme.
     """
 
     config: OrchestratorConfig
     directory: Directory
     claims: Epochs
-    slots: Slots
+    endings: Endings
+    num_waiting: int = 0  # sessions that wait for a slot
+    _queues: defaultdict[str, SlotQueue] = field(default_factory=lambda: defaultdict(SlotQueue))  # by target identity
     _lost_at: dict[str, float] = field(default_factory=dict)  # when targets were lost, the latest last
 
-    async def verify(self, session: Session, lease: TargetLease, proposal: Proposal) -> TimedResult:
-        """Get the verdict; if the target fails, the lease may move to another one.
+    async def verify(self, session: Session, place: TargetPlace, proposal: Proposal) -> TimedResult:
+        """Get the verdict; if the target fails or has no room, the session's place may move to another one.
 
         Raises:
             Unavailable: no target could be used for as long as the configuration allows.
@@ -94,50 +103,146 @@ class Failover:
         trouble: _Trouble | None = None
         has_overtaken = False
         while True:
-            session.require_weights(lease.target.info)
+            session.require_weights(place.target.info)
             try:
-                answer = await self.slots.verify(session, lease, proposal)
+                answer = await self._step(session, place, proposal)
             except StaleEpoch as exc:
                 if has_overtaken:
                     raise
+                place.interrupted()
                 await self.claims.overtake(session, exc)
                 has_overtaken = True
             except BoughError as exc:
                 if not is_fault(exc):
                     raise
-                logger.warning("%s: %s", lease.target.record.worker_id, exc)
+                logger.warning("%s: %s", place.target.record.worker_id, exc)
                 trouble = trouble or _Trouble(time.monotonic())
-                if lease.was_refused:
+                if place.num_refused:
                     trouble.answered()
-                    lease.was_refused = False
-                await self._recover(session, lease, len(proposal.tree), trouble, exc)
+                place.interrupted()
+                await self._recover(session, place, len(proposal.tree), trouble, exc)
             else:
-                lease.target.health.succeeded(session.session_id)
-                lease.target.observe(answer[0])
-                return answer
+                if answer is not None:
+                    place.answered()
+                    place.target.health.succeeded(session.session_id)
+                    place.target.observe(answer[0])
+                    return answer
+
+    async def _step(self, session: Session, place: TargetPlace, proposal: Proposal) -> TimedResult | None:
+        """Ask for the verdict, or for a slot where the session needs one first. None if there is more to ask."""
+        queue = self._queues[session.target_identity]
+        # A session whose KV the target holds does not wait: the others may be waiting for its very slot.
+        # One that was moved reserves its slot first, since the sessions of a lost target all come at the same time.
+        is_late = place.state is PlaceState.NEW and not place.held and not queue.is_empty
+        if is_late or place.state is PlaceState.MOVING:
+            place.wait(queue, session.epoch)
+        if place.state is PlaceState.WAITING:
+            with self._waiting(session):
+                return await self._reserve(session, place, proposal)
+        target, believed = place.target, place.held
+        try:
+            seconds = session.deadline.within(self.config.target_timeout)
+            return await target.client.verify(session, proposal, place, target.num_running, seconds)
+        except Preempted:
+            place.gave_way()
+            session.gave_way(target.record.worker_id)
+        except Exhausted:
+            if not session.slot_seconds:
+                raise
+            place.refused(believed)
+        with self._waiting(session):
+            if place.state is PlaceState.HELD or place.num_refused > 1:  # or a reservation was no use
+                await asyncio.sleep(RETRY_SLOT_SECONDS)
+        if place.state is not PlaceState.HELD:
+            place.wait(queue, session.epoch)
+        return None
+
+    async def _reserve(self, session: Session, place: TargetPlace, proposal: Proposal) -> TimedResult | None:
+        """Once no older session waits, ask targets for a slot. Returns the verdict if nothing else was missing."""
+        queued, deadline = place.queue_place, time.monotonic() + session.slot_seconds
+        assert queued is not None, "it waits"
+        await queued.first(deadline)
+        for target in self._worth_asking(session, place, len(proposal.tree), time.monotonic() - queued.began):
+            is_home = target is place.target
+            seconds = session.deadline.within(self.config.target_timeout)
+            try:
+                held, answer = await target.client.reserve(session, proposal, target.num_running + 1, seconds)
+            except asyncio.CancelledError:
+                if not is_home:  # it may have reserved a slot, and will not be told of the request's end
+                    self.endings.let_go(session, target, place)
+                raise
+            except Exhausted as exc:
+                place.has_no_room(target, exc)
+                continue
+            except BoughError as exc:
+                if is_home and queued.has_home_refused and isinstance(exc, NoAnswer):
+                    raise NoAnswer(str(exc)) from exc  # as it outlived the same call before
+                if is_home or not is_fault(exc):
+                    raise
+                target.health.blame(session.session_id, exc)
+                self.endings.let_go(session, target, place)  # it may have reserved a slot before the answer was lost
+                continue
+            place.reserved(target, held)
+            return answer
+        if time.monotonic() + RETRY_SLOT_SECONDS > deadline:
+            raise queued.refusal
+        await asyncio.sleep(RETRY_SLOT_SECONDS)
+        return None
+
+    def _worth_asking(
+        self, session: Session, place: TargetPlace, num_nodes: int, waited_seconds: float
+    ) -> list[TargetHandle]:
+        """The session's own target, and others that would not finish it later, the best first.
+
+        The remaining wait at its own target is unknown; it is assumed to be at least the time waited already, so that a
+        session does not wait forever beside an idle target.
+        """
+        home, home_id = place.target, place.target.record.worker_id
+        need = Need(len(session.tokens), session.num_remaining, {home_id: place.held}, home_id)
+        at_home = home.expected_seconds(need)
+        limit = at_home + max(waited_seconds, expected_wait(home.speed, home.num_running, at_home))
+        others = [
+            target
+            for target in self.directory.alike(*session.ground, session.max_length, num_nodes)
+            if target is not home
+            and target.is_usable_by(session.session_id)
+            and not target.is_leaving
+            and target.expected_seconds(need) <= limit
+        ]
+        return [home, *sorted(others, key=lambda target: target.expected_seconds(need))]
+
+    @contextmanager
+    def _waiting(self, session: Session) -> Iterator[None]:
+        """Count the session as waiting, and deduct the time that the block takes from its budget for that."""
+        self.num_waiting += 1
+        try:
+            with session.deadline.waiting():
+                yield
+        finally:
+            self.num_waiting -= 1
 
     async def _recover(
-        self, session: Session, lease: TargetLease, num_nodes: int, trouble: _Trouble, exc: BoughError
+        self, session: Session, place: TargetPlace, num_nodes: int, trouble: _Trouble, exc: BoughError
     ) -> None:
         """Return once the call is worth another try, at the same target or at another one."""
         since = time.monotonic() - trouble.away_seconds
         while time.monotonic() - trouble.began < RETRY_SECONDS:
             await trouble.pause()
-            if await _still_answers(lease.target):
+            if await _still_answers(place.target):
                 return  # with the same epoch and round, which it answers again if already verified
-        self._blame(session, lease.target, trouble, exc)
+        self._blame(session, place.target, trouble, exc)
         if isinstance(exc, NoAnswer) and exc.was_connected and trouble.num_in_row == MOST_TARGETS - 1:
             await asyncio.sleep(DOUBT_SECONDS)
             since += DOUBT_SECONDS
-        while (target := await self._successor(session, lease.target, num_nodes, trouble, exc)) is None:
+        while (target := await self._successor(session, place.target, num_nodes, trouble, exc)) is None:
             if time.monotonic() - since > self.config.failover_timeout:
                 raise Unavailable(
                     f"{exc}; no target with this model could be used for {self.config.failover_timeout:g} s"
                 ) from exc
             await trouble.pause()
         trouble.away_seconds = time.monotonic() - since
-        if target is not lease.target:
-            await self._move(session, lease, target, exc)
+        if target is not place.target:
+            await self._move(session, place, target, exc)
 
     def _blame(self, session: Session, target: TargetHandle, trouble: _Trouble, exc: BoughError) -> None:
         """Decide whose fault it is: the target's if it does not answer or refuses, otherwise perhaps this call's.
@@ -186,7 +291,7 @@ class Failover:
         target = min(
             usable, key=lambda known: (known is lost, known.is_leaving, known.expected_seconds(need), known.busyness)
         )
-        with TargetLease(target):  # meanwhile, so that sessions that choose at the same moment see each other
+        with TargetPlace(target):  # meanwhile, so that sessions that choose at the same moment see each other
             has_answered = await _still_answers(target)
         if not has_answered:
             target.health.lost()
@@ -194,13 +299,12 @@ class Failover:
             return target
         return None
 
-    async def _move(self, session: Session, lease: TargetLease, target: TargetHandle, exc: BoughError) -> None:
+    async def _move(self, session: Session, place: TargetPlace, target: TargetHandle, exc: BoughError) -> None:
         """Move the session; its tokens are all that the other target needs, and are computed again."""
         # It may be there still, with a slot. By the epoch of before: a process at its address may be the new target.
-        self.slots.endings.let_go(session, lease.target, lease)
-        lost_id, new_id = lease.target.record.worker_id, target.record.worker_id
-        lease.move(target)  # before anything is waited for, so that others see it
-        session.target_held = 0
+        self.endings.let_go(session, place.target, place)
+        lost_id, new_id = place.target.record.worker_id, target.record.worker_id
+        place.move(target)  # before anything is waited for, so that others see it
         await self.claims.renew(session)
         logger.warning("session %s moves from %s to %s", session.session_id, lost_id, new_id)
         session.warn(f"{lost_id} failed ({exc}): {new_id} has taken over")
