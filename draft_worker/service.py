@@ -12,8 +12,7 @@ from typing import Any
 
 import grpc
 
-from bough.concurrency.futures import PendingCalls, settle
-from bough.concurrency.inbox import Inbox
+from bough.concurrency.futures import Inbox, PendingCalls, settle
 from bough.config.processes import DraftConfig
 from bough.errors import Exhausted, Unavailable
 from bough.pb import draft_pb2

@@ -23,17 +23,16 @@ class Flag(NamedTuple):
     takes_value: bool
 
 
-def add_completion(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `bough completion`."""
+def add_completion(parser: argparse.ArgumentParser, program: argparse.ArgumentParser) -> None:
+    """Add the flags of `bough completion`, which completes the commands of a program."""
     parser.add_argument("shell", choices=SHELLS, help="whose script to print")
+    parser.set_defaults(program=program)
 
 
 async def completion(arguments: argparse.Namespace) -> int:
     """Print the script."""
-    from bough.cli.main import argument_parser  # which imports this
-
-    commands = {name: list(flags_of(parser)) for name, parser in commands_of(argument_parser()).items()}
-    helps = texts_of(argument_parser())
+    commands = {name: list(flags_of(parser)) for name, parser in commands_of(arguments.program).items()}
+    helps = texts_of(arguments.program)
     print(HEAD[arguments.shell])
     print("\n".join(fish(commands, helps) if arguments.shell == "fish" else bash(commands, arguments.shell)))
     return 0

@@ -17,7 +17,7 @@ from bough.cli.completion import add_completion, commands_of, flags_of
 from bough.cli.flags.machine import add_demo, add_up
 from bough.cli.flags.planning import add_plan, add_shape, add_simulate
 from bough.cli.flags.reaching import add_address, with_hint
-from bough.cli.flags.sampling import add_sampling
+from bough.cli.flags.requests import add_sampling
 from bough.cli.keys import add_keys
 from bough.config.flag_parser import FlagParser, checked, flags_from
 from bough.config.parsers import number
@@ -62,7 +62,7 @@ EXAMPLES = {
     "plan": ("bough plan meta-llama/Llama-3.3-70B-Instruct --device gpu --device-memory 24GB",),
     "explain": ("bough explain                               # the session last at work",),
     "top": ("bough top --interval 2",),
-    "doctor": ("bough doctor", "bough doctor --json | jq .problems"),
+    "doctor": ("bough doctor",),
     "keys": ("bough keys add alice --file keys.jsonl --requests 4",),
     "completion": ('eval "$(bough completion bash)"',),
 }
@@ -179,7 +179,8 @@ def argument_parser() -> argparse.ArgumentParser:
     running.add_argument("--count", type=looks, default=0, help="looks, after which it ends (default: never)")
     add_address(running)
     _add_doctor(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
-    add_completion(commands.add_parser("completion", help="a script by which a shell completes commands and flags"))
+    shells = commands.add_parser("completion", help="a script by which a shell completes commands and flags")
+    add_completion(shells, parser)
     for name, command in commands.choices.items():
         lines = [f"  {line}" for line in EXAMPLES.get(name, ())]
         command.epilog = "\n".join(["examples:", *lines, "", *SEE] if lines else SEE)
@@ -198,7 +199,6 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     text = "dashboard of a Ray cluster, such as http://HEAD:8265: shows nodes and replicas, and asks its orchestrators"
     parser.add_argument("--ray", metavar="URL", default="", help=text)
-    parser.add_argument("--json", action="store_true", help="print one JSON line instead of a report")
     add_address(parser)
 
 

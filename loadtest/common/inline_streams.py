@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bough.runtime.huge_pages import large_pages
+from bough.runtime.host_memory import large_pages
 from target_worker.link.streams import Copy, DeviceEvent
 
 

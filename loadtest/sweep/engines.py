@@ -24,7 +24,7 @@ import torch
 from bough.config.processes import TargetConfig, parse
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
-from bough.runtime.huge_pages import large_pages
+from bough.runtime.host_memory import large_pages
 from bough.trees.tree import Tree
 from target_worker.link.direct_io import Disk
 from target_worker.link.host_layers import Ring

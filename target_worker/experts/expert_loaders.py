@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
-from bough.runtime.huge_pages import large_pages
+from bough.runtime.host_memory import large_pages
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_store import ExpertLoader
 from target_worker.link.direct_io import Allocate, Disk, ReadRange, Slab, cut

@@ -10,8 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from bough.runtime.host_memory import in_pieces
-from bough.runtime.huge_pages import large_pages
+from bough.runtime.host_memory import in_pieces, large_pages
 from target_worker.link.direct_io import Allocate, Disk, ReadRange, Slab, cut
 from target_worker.link.layer_extents import LayerExtents
 from target_worker.link.link_stats import DiskStats, LinkFigures

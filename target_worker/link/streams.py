@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from bough.runtime.host_memory import node_of, populate, prefer_node
-from bough.runtime.huge_pages import large_pages
+from bough.runtime.host_memory import large_pages, node_of, populate, prefer_node
 from bough.sizing.placement import gigabytes
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from bough.concurrency.futures import PendingCalls, settle
-from bough.concurrency.inbox import Inbox
+from bough.concurrency.futures import Inbox, PendingCalls, settle
 from bough.concurrency.stall_timer import StallTimer
 from bough.errors import AcceleratorFull, BoughError, StaleEpoch, Unavailable
 from bough.model.sizes.target_limits import TargetLimits

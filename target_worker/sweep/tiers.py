@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from bough.runtime.huge_pages import large_pages
+from bough.runtime.host_memory import large_pages
 from bough.sizing.placement import Placement, Tier
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_loaders import ExpertCopies, ExpertReads

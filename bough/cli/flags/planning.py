@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, fields
 
 from bough.cli.flags.reaching import add_address
-from bough.cli.flags.speculation import MOST_NODES
+from bough.cli.flags.requests import MOST_NODES
 from bough.config.flag_parser import checked
 from bough.config.parsers import DRAFT_BITS, number, one_of, parse_amount
 from bough.config.processes import TargetConfig

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from bough.cli.flags.reaching import client_from
-from bough.cli.flags.sampling import options_from
+from bough.cli.flags.requests import options_from
 from bough.client import Client
 from bough.concurrency.tasks import end
 from bough.errors import BoughError, InvalidRequest, NotFound

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bough.cli.flags.reaching import client_from
-from bough.cli.flags.speculation import read_json
+from bough.cli.flags.requests import read_json
 from bough.errors import ConfigError
 from bough.trees.acceptance import Acceptance, acceptance_from, by_depth_and_rank, by_rank
 from bough.trees.optimal_tree import best_chains, best_shape, expected_tokens

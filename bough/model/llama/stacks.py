@@ -12,7 +12,7 @@ from torch import nn
 from bough.model.cpu.linear import numbers
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.operands import MOST, ZERO
-from bough.runtime.huge_pages import large_pages
+from bough.runtime.host_memory import large_pages
 
 
 class Stack:

@@ -23,7 +23,7 @@ from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.quant.format import Dequantized
 from bough.model.running.batch_invariance import Product
 from bough.model.threads import compute_with
-from bough.runtime.huge_pages import large_pages
+from bough.runtime.host_memory import large_pages
 from bough.sizing.cost_model import Speed
 
 PROBE_SECONDS = 0.3  # of each measurement except the disk's

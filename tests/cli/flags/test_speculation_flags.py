@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.flags.sampling import options_from
+from bough.cli.flags.requests import options_from
 from bough.cli.main import argument_parser, main
 from bough.errors import BoughError
 from bough.protocol.generation import Speculation

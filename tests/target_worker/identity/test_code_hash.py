@@ -22,7 +22,7 @@ SEEDS = (
 OTHERS = modules(
     ("bough", "errors"),
     ("bough.model", "architecture cpu faults gpu"),
-    ("bough.concurrency", "futures inbox"),
+    ("bough.concurrency", "futures"),
     ("bough.config", "cache_paths flag_parser parsers processes reader"),
     ("bough.model.checkpoint",
      "atomic_files checkpoint container gguf_file gguf_tokenizer model_places safetensors_folder"),
@@ -30,7 +30,7 @@ OTHERS = modules(
     ("bough.model.sizes", "memory_budget model_sizes"),
     ("bough.processes", "signals"),
     ("bough.protocol", "cost_curve messages prefix_hash"),
-    ("bough.runtime", "exit_status host_memory huge_pages kv_budget machine"),
+    ("bough.runtime", "exit_status host_memory kv_budget machine"),
     ("bough.sizing", "curve_arrays flops other_devices placement sweep_times"),
     ("bough.telemetry", "spans"),
     ("bough.tokenization", "vocabulary"),

@@ -16,8 +16,7 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.runtime import host_memory
-from bough.runtime.host_memory import in_pieces, node_of, populate, prefer_node
-from bough.runtime.huge_pages import large_pages
+from bough.runtime.host_memory import in_pieces, large_pages, node_of, populate, prefer_node
 from bough.trees.tree import Tree
 from loadtest.common.inline_streams import InlineStreams
 from target_worker.kv.kv_offload import memory_on_host

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bough.runtime.huge_pages import LARGE_PAGE, large_pages
+from bough.runtime.host_memory import LARGE_PAGE, large_pages
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MAPPINGS = Path("/proc/self/smaps")
