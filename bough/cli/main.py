@@ -62,7 +62,7 @@ EXAMPLES = {
     "plan": ("bough plan meta-llama/Llama-3.3-70B-Instruct --device gpu --device-memory 24GB",),
     "explain": ("bough explain                               # the session last at work",),
     "top": ("bough top --interval 2",),
-    "doctor": ("bough doctor",),
+    "doctor": ("bough doctor", "bough doctor --json | jq .problems"),
     "keys": ("bough keys add alice --file keys.jsonl --requests 4",),
     "completion": ('eval "$(bough completion bash)"',),
 }
@@ -199,6 +199,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     text = "dashboard of a Ray cluster, such as http://HEAD:8265: shows nodes and replicas, and asks its orchestrators"
     parser.add_argument("--ray", metavar="URL", default="", help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of a report")
     add_address(parser)
 
 

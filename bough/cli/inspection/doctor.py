@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from bough import __version__
 from bough.cli.flags.reaching import client_from, with_hint
 from bough.config.addresses import is_wildcard, joined
 from bough.config.processes import DEFAULT_PORT
-from bough.errors import BoughError, Unauthenticated
+from bough.errors import BoughError, ConfigError, Unauthenticated
 from bough.health.problems import find_problems
 from bough.health.ray_dashboard import Application, Deployment, Node, RayDashboard
 from bough.protocol.decision import DraftCalibration
@@ -25,6 +28,8 @@ ORCHESTRATOR = "Orchestrator"  # name of the deployment
 
 async def doctor(arguments: argparse.Namespace) -> int:
     """Print a report; exit status 1 if there are problems."""
+    if arguments.json:
+        return await _as_json(arguments)
     problems, found = await report_cluster(arguments.ray) if arguments.ray else ([], [])
     address = ",".join(found) or arguments.address
     async with client_from(arguments, *address.split(",")) as client:
@@ -47,6 +52,23 @@ async def doctor(arguments: argparse.Namespace) -> int:
     if server.is_draftless:
         say("draft         none, as set: guesses come from a session's own text")
     return _conclude([*problems, *find_problems(server)])
+
+
+async def _as_json(arguments: argparse.Namespace) -> int:
+    """Print the report as one JSON line."""
+    if arguments.ray:
+        raise ConfigError(f"--json: must not be given with --ray, got {arguments.ray}")
+    async with client_from(arguments) as client:
+        report: dict[str, Any] = {"bough_version": __version__, "address": client.address}
+        try:
+            server = await client.server_info()
+            report |= {"server": asdict(server), "loads": asdict(await client.loads())}
+            report["calibrations"] = [asdict(one) for one in await client.calibrations()]
+            problems = find_problems(server)
+        except BoughError as exc:
+            problems = [_problem(client.address, exc)]
+    print(json.dumps({**report, "problems": problems}))
+    return FAILED if problems else 0
 
 
 def _problem(address: str, error: BoughError) -> str:

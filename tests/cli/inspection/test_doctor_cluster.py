@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from bough.cli.flags.reaching import MISSING
 from bough.cli.inspection.doctor import cluster_problems, doctor, orchestrators, report_cluster
 from bough.cli.main import argument_parser
 from bough.errors import ConfigError, Unavailable
@@ -114,11 +113,6 @@ async def test_the_clusters_orchestrators_are_asked(dashboard: str, capsys: pyte
     output = capsys.readouterr().out
     assert "problem: the Ray dashboard at http://127.0.0.1:9 does not answer" in output
     assert "problem: 127.0.0.1:9 does not answer" in output
-
-
-async def test_where_nobody_answers_that_is_the_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    assert await doctor(argument_parser().parse_args(["doctor", "--address", "127.0.0.1:1"])) == 1
-    assert capsys.readouterr().out == f"problem: 127.0.0.1:1 does not answer: nothing listens there; {MISSING}\n"
 
 
 def test_a_host_that_is_set_is_where_an_orchestrator_listens(dashboard: str) -> None:

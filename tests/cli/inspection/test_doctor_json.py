@@ -1,0 +1,41 @@
+"""`bough doctor --json`, for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bough.cli.flags.reaching import MISSING
+from bough.cli.inspection.doctor import doctor
+from bough.cli.main import argument_parser
+from bough.errors import ConfigError
+from bough.processes.launch import launched
+from tests.fakes.simulated import simulated_settings, write_profile
+
+
+@pytest.mark.pipeline
+async def test_what_runs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = write_profile(tmp_path)
+    async with launched(simulated_settings(profile, profile), lambda _: None) as cluster:
+        assert await doctor(argument_parser().parse_args(["doctor", "--json", "--address", cluster.address])) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    report = json.loads(line)
+    assert report["address"] == cluster.address
+    assert report["problems"] == []
+    assert {worker["info"]["kind"] for worker in report["server"]["workers"]} == {"target", "draft"}
+    assert report["loads"]["num_requests_running"] == 0
+
+
+async def test_where_nobody_answers_that_is_the_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await doctor(argument_parser().parse_args(["doctor", "--json", "--address", "127.0.0.1:1"])) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem == f"127.0.0.1:1 does not answer: nothing listens there; {MISSING}"
+    assert await doctor(argument_parser().parse_args(["doctor", "--address", "127.0.0.1:1"])) == 1
+    assert capsys.readouterr().out == f"problem: {problem}\n"
+
+
+async def test_a_ray_cluster_has_a_report_for_people_only() -> None:
+    with pytest.raises(ConfigError, match=r"^--json: must not be given with --ray, got http://h:1$"):
+        await doctor(argument_parser().parse_args(["doctor", "--json", "--ray", "http://h:1"]))
