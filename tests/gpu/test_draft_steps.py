@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.cli.machine.memory_division import draft_needs
 from bough.config.processes import DraftConfig, parse
 from bough.errors import ConfigError
 from bough.model.batch.batch import Batch
@@ -16,7 +17,6 @@ from bough.model.loading.loading import build_skeleton
 from bough.model.running import cuda_graphs
 from bough.model.running.cuda_graphs import Captured
 from bough.model.running.runner import ResidentModel
-from bough.model.sizes.draft_needs import draft_needs
 from draft_worker.model.sources import with_weights
 from loadtest.common.packed_model import pack
 from tests.conftest import save_model

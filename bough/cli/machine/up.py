@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from bough.cli.machine.memory_division import divide, divide_gpu, draft_needs, on_one_gpu, require_kv, require_session
 from bough.cli.planning.demonstration import STREAMED, placement_flags
 from bough.client import Client
 from bough.config.addresses import free_port, has_page, require_free_ports
@@ -26,10 +27,8 @@ from bough.errors import BoughError, CheckpointError, ConfigError, InvalidModel,
 from bough.model import compiled_folder
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import container_of, fetch, is_hub_id, resolve
-from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Settings, launched, supervised
-from bough.processes.memory_division import divide, divide_gpu, on_one_gpu, require_kv, require_session
 from bough.processes.progress import QUESTION, Progress, activation, bough_command, curl_command
 from bough.registry.url import without_passwords
 from bough.runtime.log_lines import say, tell

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from bough.cli.machine.memory_division import DraftNeeds, draft_needs
 from bough.config.processes import DraftConfig, parse
 from bough.errors import CheckpointError, ConfigError, Unavailable
 from bough.grammar.allowed_tokens import Grammars
@@ -24,9 +25,7 @@ from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVSlot
 from bough.model.kv.state_shape import GROWN_ROWS
 from bough.model.running.runner import ResidentModel
-from bough.model.sizes.draft_needs import draft_needs
 from bough.model.threads import compute_with
-from bough.processes.memory_division import DraftNeeds
 from bough.protocol.messages import GrowResult
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree import Tree

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, Ernie4_5_MoeConfig
 
+from bough.cli.machine.memory_division import draft_needs
 from bough.config.processes import DraftConfig, TargetConfig, parse
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.model.loading.loading import build_skeleton
-from bough.model.sizes.draft_needs import draft_needs
 from bough.model.sizes.memory_budget import fixed_bytes
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from tests.conftest import save_model

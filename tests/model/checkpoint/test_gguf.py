@@ -24,6 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from bough.cli.machine.memory_division import draft_needs
 from bough.config.processes import DraftConfig, parse
 from bough.errors import CheckpointError
 from bough.model.architecture.architecture import load_config
@@ -38,7 +39,6 @@ from bough.model.loading.default_settings import conversion
 from bough.model.loading.loading import build_skeleton
 from bough.model.quant.ggml_blocks import TYPES, Blocks
 from bough.model.running.runner import ResidentModel
-from bough.model.sizes.draft_needs import draft_needs
 from bough.model.sizes.model_sizes import find_model, model_shapes
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree import Tree

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from bough.cli.machine import memory_division as needs_of_drafts
+from bough.cli.machine.memory_division import Division, DraftNeeds, divide, divide_gpu, draft_needs
 from bough.cli.machine.up import divided
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import CheckpointError, ConfigError
-from bough.model.sizes import draft_needs as needs_of_drafts
-from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.launch import Settings
-from bough.processes.memory_division import Division, DraftNeeds, divide, divide_gpu
 from bough.runtime.kv_budget import MOST_BYTES, context_within, kv_budget
 from bough.trees.tree_plan import MAX_EXPANSIONS
 

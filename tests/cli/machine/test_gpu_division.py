@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from bough.cli.machine import memory_division
+from bough.cli.machine.memory_division import CONTEXT_BYTES, DraftNeeds, divide_gpu, on_one_gpu
 from bough.config.processes import DraftConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.sizes import memory_budget
 from bough.model.sizes.memory_budget import device_budget
-from bough.processes import memory_division
-from bough.processes.memory_division import CONTEXT_BYTES, DraftNeeds, divide_gpu, on_one_gpu
 
 GB = 1000**3
 CARD = 25_757_220_864
