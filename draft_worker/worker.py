@@ -14,7 +14,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.model.faults import named_faults
 from bough.model.kernel_cache import compiled_ground
-from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVArena
 from bough.model.kv.state_shape import GROWN_ROWS
 from bough.model.loading.loading import Skeleton
 from bough.model.running.device import choose_device

@@ -8,10 +8,9 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from bough.protocol.cost_curve import MAX_SECONDS, CostCurve
-from bough.sizing.curve_arrays import seconds_at
 from bough.trees.acceptance import falling
 
 WAITED = 0.05  # share of a sweep spent waiting for weights above which the link was the bottleneck
@@ -35,6 +34,19 @@ CLEAR = 2.0
 CHANGE_STEP = math.log(1.15)  # least residual that indicates a change
 CLIP = 3.0  # samples are clipped at this many median deviations
 LEAST_DEVIATION = 0.02
+
+
+def seconds_at(curve: CostCurve, rows: ArrayLike) -> NDArray[np.float64]:
+    """Seconds for each of these numbers of rows."""
+    padded: NDArray[np.int64] = -(-np.maximum(rows, 1) // curve.step) * curve.step
+    inside: NDArray[np.float64] = np.interp(padded, curve.rows, curve.seconds)
+    return inside + curve.last_slope * np.maximum(padded - curve.rows[-1], 0)
+
+
+def sizes_up_to(curve: CostCurve, most: int) -> NDArray[np.int64]:
+    """The multiples of the curve's `step` up to `most`, and `most` itself: the only candidates for a best size."""
+    edges = np.arange(curve.step, most + 1, curve.step)
+    return edges if len(edges) and edges[-1] == most else np.append(edges, most)
 
 
 class SweepPrior(NamedTuple):

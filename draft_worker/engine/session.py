@@ -11,7 +11,7 @@ from bough.errors import Unavailable
 from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.kv.segment import Segment
 from bough.model.kv.slot import Slot, require_prefix
-from bough.model.sampling.token_counts import TokenCounts
+from bough.model.sampling.sampler import TokenCounts
 from bough.protocol.messages import GrowCall
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import MAX_EXPANSIONS

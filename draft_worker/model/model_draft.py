@@ -15,8 +15,7 @@ from bough.model.batch.batch import Batch
 from bough.model.faults import named_faults
 from bough.model.kv.segment import Segment
 from bough.model.running.runner import ResidentModel
-from bough.model.sampling.sampler import penalised, within_deviations
-from bough.model.sampling.token_counts import TokenCounts
+from bough.model.sampling.sampler import TokenCounts, penalised, within_deviations
 from bough.protocol.sampling_params import SamplingParams
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.engine.job import Stepping

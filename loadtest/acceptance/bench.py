@@ -29,7 +29,7 @@ from bough.trees.scheme_acceptance import SchemeAcceptance
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Guess, Scheme, StaticShape, TreePlan
 from draft_worker.worker import DraftWorker
-from orchestrator.sizing.acceptance_counts import AcceptanceCounter
+from orchestrator.sizing.totals import AcceptanceCounter
 from target_worker.verification.verdict import compute_verdict
 
 REMEMBERED = 3000  # cached rows of logits: with scheme `target` all trees are verified along the same text

@@ -34,7 +34,7 @@ from triton.runtime.cache import get_cache_manager
 
 from bough.config.flag_parser import FlagParser
 from bough.model.checkpoint.gguf_file import BLOCKS
-from bough.model.gpu import attention_tiles, attention_triton, blocks_triton, delta_rule_triton, unpack_triton
+from bough.model.gpu import attention_triton, delta_rule_triton, unpack_triton
 from bough.model.quant.ggml_blocks import TYPES
 from bough.model.quant.mxfp4 import GROUP
 
@@ -136,7 +136,7 @@ def kernels() -> Iterator[Kernel]:
 
 def _attention(dtype: str, heads: Heads) -> Kernel:
     constants = {"NUM_KV_HEADS": 8, "HEAD_DIM": heads.dim, "SOFTCAP": heads.softcap, "HAS_SINKS": heads.has_sinks}
-    tile = attention_tiles.tile_constants(heads.group, heads.dim, True, heads.key_dim)
+    tile = attention_triton.tile_constants(heads.group, heads.dim, True, heads.key_dim)
     pointers = dict.fromkeys(("queries", "keys", "values", "out"), f"*{dtype}")
     pointers |= {"scale": "fp32", "sinks": "*fp32" if heads.has_sinks else f"*{dtype}"}
     pointers |= dict.fromkeys(("origins", "bases", "lengths", "tails", "tiles"), "*i32")
@@ -145,7 +145,7 @@ def _attention(dtype: str, heads: Heads) -> Kernel:
         attention_triton._attend,
         constants | {"IN_HALVES": True} | tile,
         pointers,
-        attention_tiles.launch_options(tile, True),
+        attention_triton.launch_options(tile, True),
         _VARYING,
     )
 
@@ -175,7 +175,7 @@ def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         tile = {"ROWS": rows, "COLUMNS": GROUP if name == "mxfp4" else columns}
         yield name, unpack_triton.unpack_along, layout | tile
     for name, type_ in TYPES.items():
-        yield name, blocks_triton.unpack_blocks, blocks_triton.block_constants(BLOCKS[name], type_)
+        yield name, unpack_triton.unpack_blocks, unpack_triton.block_constants(BLOCKS[name], type_)
 
 
 def compiled(kernel: Kernel, capability: int) -> Compiled:

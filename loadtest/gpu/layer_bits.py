@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from bough.model.backends.triton import accumulate_in_float32, kernels
 from bough.model.batch.batch import BatchPart, Segment
-from bough.model.batch.gpu_paths import Paths
+from bough.model.batch.path_spans import Paths
 from bough.model.kv.session_kv import KVSlot
 from bough.model.running.device import working_on
 from bough.trees.tree import Tree

@@ -17,9 +17,8 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from bough.model.backends import triton
 from bough.model.batch.batch import Batch, BatchPart, Segment
-from bough.model.batch.gpu_paths import Paths
-from bough.model.kv.kv_arena import KVArena
-from bough.model.kv.session_kv import KVSlot
+from bough.model.batch.path_spans import Paths
+from bough.model.kv.session_kv import KVArena, KVSlot
 from bough.model.loading.loading import build_skeleton
 from bough.model.running.device import working_on
 from bough.model.running.runner import ResidentModel

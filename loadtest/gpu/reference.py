@@ -10,9 +10,8 @@ from bough.model.backend import load
 from bough.model.backends.reference import take_steps
 from bough.model.backends.triton import Kernels
 from bough.model.batch.batch import BatchPart
-from bough.model.batch.gpu_paths import Paths
-from bough.model.batch.path_spans import PathSpans, Place
-from bough.model.cpu.attention_cpu import attend_over
+from bough.model.batch.path_spans import Paths, PathSpans, Place
+from bough.model.cpu.attention_kernel import attend_over
 
 
 def attend_by_mask(

@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 
 from bough.concurrency.tasks import background
-from bough.trees.suffix_automaton import (
+from bough.trees.tree import Tree
+from orchestrator.rounds.suffix_automaton import (
     DraftOpinion,
     Guesses,
     GuessKind,
@@ -18,7 +19,6 @@ from bough.trees.suffix_automaton import (
     SuffixAutomaton,
     grow_continuations,
 )
-from bough.trees.tree import Tree
 
 Run = Callable[[Callable[[], None]], Awaitable[None]]
 

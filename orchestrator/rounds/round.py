@@ -14,7 +14,6 @@ from bough.protocol.generation import PromptLogprobs, Tokens
 from bough.protocol.messages import GrowResult, VerifyResult
 from bough.protocol.same_fields import like
 from bough.telemetry.log_context import log_session
-from bough.trees.suffix_automaton import LookupLimits
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import TreePlan
 from orchestrator.cluster.directory import Directory
@@ -24,10 +23,11 @@ from orchestrator.cluster.worker_handle import DraftHandle, TargetHandle
 from orchestrator.opening.recorder import Recorder, request_record, session_record
 from orchestrator.rounds.prompt_lookup import Acceptance, PromptLookup, assumed_probability
 from orchestrator.rounds.prompt_scoring import scored_prompt
+from orchestrator.rounds.suffix_automaton import LookupLimits
 from orchestrator.rounds.verifier import Verifier
 from orchestrator.sessions.session import Session, verified_part
-from orchestrator.sizing.acceptance_counts import AcceptanceCounter
 from orchestrator.sizing.plans import RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
+from orchestrator.sizing.totals import AcceptanceCounter
 from orchestrator.telemetry.request_trace import round_attributes
 
 logger = logging.getLogger(__name__)

@@ -31,8 +31,7 @@ from orchestrator.rounds.verifier import Verifier
 from orchestrator.serving.model_texts import MOST_HELD, ModelTexts
 from orchestrator.sessions.deadline import Deadline
 from orchestrator.sessions.session import Session, never_begun
-from orchestrator.sizing.acceptance_counts import AcceptanceCounter
-from orchestrator.sizing.totals import MeasuredSizer
+from orchestrator.sizing.totals import AcceptanceCounter, MeasuredSizer
 from orchestrator.sizing.tree_sizer import TreeSizer
 from orchestrator.telemetry.loop_lag import LoopLag
 from orchestrator.telemetry.metrics import Figures

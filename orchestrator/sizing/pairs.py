@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.sizing.acceptance_model import AcceptanceModel, SessionBias, View
-from bough.sizing.gain_profile import GainProfile
 from bough.trees.tree import along_paths
 from bough.trees.tree_plan import Scheme
+from orchestrator.sizing.acceptance_model import AcceptanceModel, SessionBias, View
+from orchestrator.sizing.choice import GainProfile
 
 HALF_LIFE_ROUNDS = 20.0
 DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from bough.errors import InvalidCurve
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import RoundSeconds
-from bough.sizing.choice import SweepLoad
+from orchestrator.sizing.choice import SweepLoad
 from orchestrator.sizing.pairs import RoundStats
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
 

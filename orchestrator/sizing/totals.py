@@ -1,22 +1,112 @@
-"""Totals over all rounds since the start, for `/metrics`: sizes, predictions, and the sizer's own time."""
+"""What is counted and logged of all rounds: sizes, predictions, acceptance, and the sizer's own time."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
-from bough.protocol.decision import Decision, Mode
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.protocol.decision import Decision, DraftCalibration, Mode
+from bough.trees.acceptance import FloatArray
+from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree import Tree
-from orchestrator.sizing.decision_log import DecisionLog
+from bough.trees.tree_plan import Scheme
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer
 
 NODE_BOUNDS = tuple(float(2**power) for power in range(11))
 SECOND_BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 MAX_POSITIONS = 64  # limit; deeper accepted tokens count with the last
+MAX_ROUNDS = 256  # limit for each session
+MAX_SESSIONS = 64  # limit; the most recently active are kept
+MAX_DRAFTS = 64  # limit of draft workers
+HALF_LIFE_ROUNDS = 512  # some thousand nodes are remembered: the first rank is then known to about 0.01
+DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
+NUM_DEPTHS, NUM_RANKS = 64, 64  # limits of the table; deeper nodes count with the last depth
+
+
+class AcceptanceCounter:
+    """Acceptance counts of all sessions together by scheme, depth and rank among siblings; older rounds weigh less.
+
+    Shapes can follow the workload by them.
+    """
+
+    def __init__(self, half_life_rounds: float = HALF_LIFE_ROUNDS) -> None:
+        self._decay = 0.5 ** (1 / half_life_rounds)
+        self._counts: dict[Scheme, FloatArray] = {}  # (2, NUM_DEPTHS, NUM_RANKS): accepted, rejected
+        self._num_rounds: dict[Scheme, int] = {}
+
+    def observe(self, scheme: Scheme, tree: Tree, accepted_nodes: Sequence[int]) -> None:
+        """Count the children of the root and of every accepted node of a verdict."""
+        if len(tree) == 1:
+            return
+        counts = self._counts.setdefault(scheme, np.zeros((2, NUM_DEPTHS, NUM_RANKS)))
+        counts *= self._decay
+        self._num_rounds[scheme] = self._num_rounds.get(scheme, 0) + 1
+        for depth, (node, taken) in enumerate(zip_longest((0, *accepted_nodes), accepted_nodes)):
+            children = tree.sampled_children(node, scheme)[:NUM_RANKS]
+            if len(children):
+                # Empty if all children were rejected, or the accepted one is beyond the table.
+                ranks = np.flatnonzero(children == taken)
+                outcome = (0, ranks[0]) if len(ranks) else (1, len(children) - 1)
+                counts[outcome[0], min(depth, NUM_DEPTHS - 1), outcome[1]] += 1
+
+    def counts(self) -> tuple[SchemeAcceptance, ...]:
+        """Counts of every scheme in use, up to the largest counted depth and rank."""
+        return tuple(
+            SchemeAcceptance(scheme, self._num_rounds[scheme], _by_depth(counts))
+            for scheme, counts in self._counts.items()
+            if counts.any()
+        )
+
+
+def _by_depth(counts: FloatArray) -> tuple[DepthCounts, ...]:
+    _, depths, ranks = np.nonzero(counts)
+    accepted, rejected = counts[:, : depths.max() + 1, : ranks.max() + 1].tolist()
+    return tuple(DepthCounts(tuple(a), tuple(r)) for a, r in zip(accepted, rejected, strict=True))
+
+
+class DecisionLog:
+    """Bounded log: the least recently used sessions, rounds and workers are dropped."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[str, deque[Decision]] = OrderedDict()
+        # By draft worker: rounds, and decayed sums over them (5,): weight, then what a DraftCalibration has means of.
+        self._drafts: OrderedDict[str, tuple[int, NDArray[np.float64]]] = OrderedDict()
+
+    def add(self, session_id: str, decision: Decision) -> None:
+        """Log a round. It counts as a prediction if a draft was asked and a sweep was predicted."""
+        log = self._sessions.setdefault(session_id, deque(maxlen=MAX_ROUNDS))
+        log.append(decision)
+        self._sessions.move_to_end(session_id)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        if decision.draft_id and decision.num_grown > 1 and decision.expected.sweep:
+            num_rounds, sums = self._drafts.pop(decision.draft_id, (0, np.zeros(5)))
+            tokens, seconds = (decision.expected_tokens, decision.tokens), (decision.expected, decision.seconds)
+            sums = DECAY * sums + (1.0, *tokens, *(each.total for each in seconds))
+            self._drafts[decision.draft_id] = num_rounds + 1, sums
+            if len(self._drafts) > MAX_DRAFTS:
+                self._drafts.popitem(last=False)
+
+    def of(self, session_id: str) -> Sequence[Decision]:
+        """Decisions of a session, oldest first; an empty id means the session active last."""
+        if not session_id and self._sessions:
+            session_id = next(reversed(self._sessions))
+        return tuple(self._sessions.get(session_id, ()))
+
+    def calibrations(self) -> tuple[DraftCalibration, ...]:
+        """Accuracy of predictions by draft worker."""
+        return tuple(
+            DraftCalibration(draft_id, num_rounds, *(sums[1:] / sums[0]).tolist())
+            for draft_id, (num_rounds, sums) in self._drafts.items()
+        )
 
 
 @dataclass(slots=True)

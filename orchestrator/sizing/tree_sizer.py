@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 
 from bough.config.processes import OrchestratorConfig
 from bough.protocol.decision import Decision, Mode
-from bough.sizing.acceptance_model import with_values
-from bough.sizing.choice import PredictedSize, SweepLoad, best_size, cut_size
-from bough.sizing.gain_profile import TreeGains
-from bough.trees.merge import union
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, TreePlan
+from orchestrator.sizing.acceptance_model import with_values
+from orchestrator.sizing.choice import PredictedSize, SweepLoad, TreeGains, best_size, cut_size
 from orchestrator.sizing.pairs import FIRST_BOUND, Pair, PairKey, RoundStats, SessionState, Trust
 from orchestrator.sizing.plans import (
     Proposal,
@@ -31,6 +29,7 @@ from orchestrator.sizing.plans import (
     limited,
     requested_plan,
     shared_plan,
+    union,
     whole,
 )
 from orchestrator.sizing.round_times import RoundTimes

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.protocol.cost_curve import CostCurve
-from bough.sizing.curve_arrays import seconds_at, sizes_up_to
+from bough.sizing.sweep_times import seconds_at, sizes_up_to
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
 from target_worker.scheduler.batching import Part

@@ -18,7 +18,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVArena
 from bough.model.loading.loading import DTYPES, build_skeleton
 from bough.model.small_model import ATTENTION, HYBRID, SIZES, WHOLE, write_small
 from bough.sizing.placement import Budgets, Fixed, place

@@ -14,6 +14,7 @@ from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.faults import named_faults
 from bough.model.sampling.sampler import (
     Row,
+    TokenCounts,
     adjusted,
     constrained,
     draw,
@@ -24,7 +25,6 @@ from bough.model.sampling.sampler import (
     require_numbers,
     unending,
 )
-from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.messages import Verdict, VerifyCall
 from bough.protocol.prefix_hash import Tokens
 from bough.protocol.sampling_params import PositionLogprobs

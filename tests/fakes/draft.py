@@ -11,8 +11,7 @@ import torch
 
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
-from bough.model.kv.kv_arena import KVArena
-from bough.model.kv.session_kv import KVShape
+from bough.model.kv.session_kv import KVArena, KVShape
 from bough.protocol.messages import Context, GrowCall, GrowResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.tokenization.vocabulary import TokenizerFiles

@@ -19,8 +19,8 @@ from bough.protocol.messages import GrowResult, Timings, VerifyResult
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.growth.grower import BestFirstGrower, Candidates
-from orchestrator.sizing.decision_log import DecisionLog
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
+from orchestrator.sizing.totals import DecisionLog
 from orchestrator.sizing.tree_sizer import TreeSizer
 from target_worker.verification.verify import walk
 

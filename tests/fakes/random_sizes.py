@@ -12,11 +12,19 @@ from numpy.typing import NDArray
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.protocol.messages import VerifyCall, VerifyResult
-from bough.trees.merge import merged, union
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, TreePlan
 from orchestrator.serving.requests import Requests
-from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan
+from orchestrator.sizing.plans import (
+    Proposal,
+    RoundOutcome,
+    RoundPlan,
+    Situation,
+    limited,
+    merged,
+    requested_plan,
+    union,
+)
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.job import VerifyJob
 from target_worker.scheduler.row_division import Yield, may_leave_out

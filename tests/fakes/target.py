@@ -10,8 +10,7 @@ import torch
 
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
-from bough.model.kv.kv_arena import KVArena
-from bough.model.kv.session_kv import KVShape, KVSlot
+from bough.model.kv.session_kv import KVArena, KVShape, KVSlot
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ import torch
 from bough.config.processes import TargetConfig
 from bough.errors import AcceleratorFull, AcceleratorLost, ConfigError
 from bough.model import faults
-from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVArena
 from bough.processes.worker_process import watch
 from bough.rpc.status_map import ERROR_NAMES
 from bough.runtime.exit_status import EXIT_LOST

@@ -14,9 +14,8 @@ from bough.errors import ConfigError
 from bough.model.batch.batch import Batch
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import build_skeleton
-from bough.model.running import cuda_graphs
-from bough.model.running.cuda_graphs import Captured
-from bough.model.running.runner import ResidentModel
+from bough.model.running import runner
+from bough.model.running.runner import Captured, ResidentModel
 from draft_worker.model.sources import with_weights
 from loadtest.common.packed_model import pack
 from tests.conftest import save_model
@@ -67,7 +66,7 @@ def test_steps_are_captured_and_right(family: str, tmp_path: Path, monkeypatch: 
     """But for mixtures', whose experts wait for what their router says, and recurrent ones, whose steps are others each
     time: these are launched kernel by kernel.
     """
-    monkeypatch.setattr(cuda_graphs, "ROWS", (8, 64))  # the others' sizes are captured below
+    monkeypatch.setattr(runner, "ROWS", (8, 64))  # the others' sizes are captured below
     folder = save_model(tmp_path / "model", of_two_layers(family))
     wanted = logits_of(folder, CPU, has_graphs=False)
     with pretending():

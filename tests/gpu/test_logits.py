@@ -14,7 +14,7 @@ import torch
 
 from bough.errors import Unavailable
 from bough.model.batch.batch import Segment
-from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVArena
 from bough.model.sampling.sampler import Row
 from bough.protocol.messages import Verdict
 from bough.protocol.sampling_params import SamplingParams

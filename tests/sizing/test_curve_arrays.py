@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bough.protocol.cost_curve import CostCurve
-from bough.sizing.curve_arrays import seconds_at, sizes_up_to
+from bough.sizing.sweep_times import seconds_at, sizes_up_to
 
 
 def test_an_array_gets_what_each_number_of_rows_gets() -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, initialization
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, initialization
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bough.errors import CheckpointError
-from bough.model.architecture import attention
 from bough.model.architecture.gated_delta import run_trees, why_not_recurrent
-from bough.model.architecture.latent import keep_compressed, why_not_compressed
-from bough.model.checkpoint.gguf_config import FACTORS
+from bough.model.architecture.latent import absorbed, expanded, is_latent, keep_compressed, why_not_compressed
+from bough.model.backend import backend_of
+from bough.model.batch.batch import Chunk
+from bough.model.checkpoint.gguf_model import FACTORS
 from bough.model.checkpoint.model_places import container_of
 from bough.model.kv.session_kv import KVShape
 from bough.model.kv.state_shape import RECURRENT
@@ -26,6 +27,50 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in con
 # Errors that transformers raises for configurations that it cannot read.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError)
 BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")  # beyond their original length all rows depend on the longest
+NAME = "bough"  # of the attention function that is registered with transformers
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001
+    scaling: float,
+    chunk: Chunk,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Implements transformers' attention interface: (1, heads, rows, head_dim) in, (1, rows, heads, head_dim) out.
+
+    Writes the rows' keys and values into their slots, then attends over the slots. `chunk` comes through the model's
+    keyword arguments; the mask is implied by it. Every row attends to the keys on its own path, in the order of
+    positions and in blocks fixed by position: its bits do not depend on the rest of the tree or the batch.
+    """
+    layer = cast(int, module.layer_idx)
+    _require_room(chunk, layer, key, value)
+    keys, values = (numbers[0].transpose(0, 1) for numbers in (key, value))
+    queries = absorbed(module, query) if is_latent(module) else query[0].transpose(0, 1)
+    rules = scaling, sliding_window or 0, softcap or 0.0, None if s_aux is None else s_aux.float()
+    out = backend_of(query.device).attend(chunk, layer, queries, keys, values, *rules)
+    return (expanded(module, out) if is_latent(module) else out)[None], None
+
+
+def _require_room(chunk: Chunk, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Check sizes before kernels write. Raises CheckpointError if the slots' sizes differ."""
+    for piece in chunk.pieces[:1]:
+        for name, numbers, held in (("keys", key, piece.slot.keys), ("values", value, piece.slot.values)):
+            found, room = (numbers.shape[1], numbers.shape[3]), tuple(held.shape[2:])
+            if found != room:
+                raise CheckpointError(
+                    f"config.json: {name} of all layers must be {room[0]} heads of {room[1]} numbers, as it says, got "
+                    f"{found[0]} of {found[1]} in layer {layer}"
+                )
+
+
+AttentionInterface.register(NAME, tree_attention)
 
 
 def load_config(path: Path) -> PretrainedConfig:
@@ -75,7 +120,7 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     """
     try:
         with init_empty_weights(include_buffers=False), initialization.no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
         reason = _why_not(model)
     except UNREADABLE as exc:
         reason = f"transformers does not build it as a language model with bough's attention: {exc!r}"

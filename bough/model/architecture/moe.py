@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from bough.model.architecture.side_by_side import ask, is_side_by_side, side_by_side
 from bough.model.backend import backend_of
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Stored, TensorSource, parts_of, pieces
@@ -25,6 +25,50 @@ from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Stored, 
 NAME = "bough"
 EXPERT_ROWS = 16  # rows of an expert's products are padded to multiples of this, so that a library rounds them alike
 _num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # rows beyond are padding; None: no row is
+Result = TypeVar("Result")
+
+
+class _Asking(greenlet):  # type: ignore[misc]  # greenlet has no types
+    """The greenlet of one of the functions that run side by side."""
+
+
+def is_side_by_side() -> bool:
+    """Whether the caller runs beside others, so that `ask` may be called."""
+    return isinstance(getcurrent(), _Asking)
+
+
+def ask(question: Any) -> Any:
+    """The answer to a question, once all the others have asked theirs or have ended."""
+    hub = getcurrent().parent
+    assert hub is not None, "whoever asks was started by `side_by_side`"
+    return hub.switch(question)
+
+
+def side_by_side(
+    functions: Sequence[Callable[[], Result]], answer: Callable[[list[Any]], Sequence[Any]]
+) -> list[Result]:
+    """Results of all functions; `answer` gets the questions that they have come to, and returns the answers.
+
+    A layer's forward is transformers' own, and cannot be cut in two where its router has chosen. So each function, for
+    a chunk of rows, runs in a greenlet, which is left when it asks for its experts and goes on with the answer, in the
+    same thread. An error of any of them, or of `answer`, ends all.
+    """
+    tasks, results = [_Asking(function) for function in functions], dict[_Asking, Any]()
+    for task in tasks:
+        task.gr_context = copy_context()  # by default a greenlet sees none of the caller's context variables
+    try:
+        given: list[tuple[_Asking, tuple[Any, ...]]] = [(task, ()) for task in tasks]
+        while given:
+            yielded = [(task, task.switch(*arguments)) for task, arguments in given]
+            results |= {task: value for task, value in yielded if task.dead}
+            asking = [(task, question) for task, question in yielded if not task.dead]
+            answers = answer([question for _, question in asking]) if asking else ()
+            given = [(task, (answered,)) for (task, _), answered in zip(asking, answers, strict=True)]
+    finally:
+        for task in tasks:
+            if not task.dead:
+                task.throw()  # ends it, so that it gives back what it holds
+    return [results[task] for task in tasks]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from bough.model.backend import Backend
 from bough.model.batch.batch import Chunk
 from bough.model.batch.state_steps import StateSteps
 from bough.model.cpu import unpack
-from bough.model.cpu.attention_cpu import attend_in_slots
+from bough.model.cpu.attention_kernel import attend_in_slots
 from bough.model.cpu.delta_rule import run_on_cpu
 from bough.model.cpu.gemm import GROUP, LINE_BYTES
 from bough.model.cpu.linear import can_multiply, fixed_product, is_left_to_us, multiply

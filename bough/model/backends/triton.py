@@ -17,7 +17,7 @@ from bough.model.faults import is_full, named_faults
 
 
 class Kernels(NamedTuple):
-    """Functions of `attention_triton`, `delta_rule_triton`, `unpack_triton`, `blocks_triton` in `bough.model.gpu`."""
+    """Functions of `attention_triton`, `delta_rule_triton` and `unpack_triton` in `bough.model.gpu`."""
 
     attend: Callable[..., torch.Tensor]
     take_steps: Callable[..., torch.Tensor]
@@ -31,14 +31,14 @@ class Kernels(NamedTuple):
 def kernels() -> Kernels:
     """The Triton kernels, imported when first used. Raises ConfigError if Triton is not installed."""
     try:
-        from bough.model.gpu import attention_triton, blocks_triton, delta_rule_triton, unpack_triton
+        from bough.model.gpu import attention_triton, delta_rule_triton, unpack_triton
     except ImportError as exc:
         raise ConfigError(
             f"--device: for a GPU Triton must be installed, which torch's builds for GPUs bring along, got {exc}"
         ) from exc
     own = [getattr(unpack_triton, name) for name in Kernels._fields[2:-1]]
     of_rows = attention_triton.attend_by_triton, delta_rule_triton.take_steps
-    return Kernels(*(*of_rows, *own, blocks_triton.write_blocks))
+    return Kernels(*(*of_rows, *own, unpack_triton.write_blocks))
 
 
 class TritonBackend(Backend):

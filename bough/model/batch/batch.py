@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bough.model.batch.gpu_paths import IntArray, Paths
-from bough.model.batch.path_spans import PathSpans
+from bough.model.batch.path_spans import IntArray, Paths, PathSpans
 from bough.model.batch.state_steps import StateSteps, chain_steps, tree_steps
 from bough.model.kv.segment import Segment
 from bough.model.kv.session_kv import KVSlot

@@ -1,22 +1,160 @@
-"""Products of rows, many or few, with a whole matrix, shared by all threads."""
+"""Products of rows, many or few, with a whole matrix, shared by all threads.
+
+Those of few rows are bit for bit those of `bough.model.cpu.gemm`, where that one would compute sixteen rows for one.
+Outputs are the lanes: lines of the matrix are turned in registers, so that a vector has the same input of some outputs.
+Each sum is added up number by number as it is there. For processors on which bfloat16 is multiplied one by one; where
+an instruction takes pairs, sixteen rows cost less than reading the matrix.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba
-from numba.extending import overload
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
 
+from bough.model.cpu.float_bits import widened as widened_number
 from bough.model.cpu.gemm import GROUP, multiply_groups
-from bough.model.cpu.gemm_few_outputs import few_of, multiply_few
 from bough.model.cpu.gemm_int8 import multiply_int8
 from bough.model.cpu.jit import strict_inner
-from bough.model.cpu.llvm_vectors import multiplies_pairs
+from bough.model.cpu.llvm_vectors import (
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    SHORT,
+    array_of,
+    at,
+    multiplies_pairs,
+    multiply_add,
+    prefetch,
+    rounded,
+    shuffled,
+    spaced,
+    splat,
+    store,
+    turned,
+    widened,
+    zeros,
+)
 from bough.model.cpu.operands import are_codes, num_outputs_of
 from bough.model.cpu.work_stealing import shared
 
 PIECES = 8  # of a matrix per thread, for work stealing
 _HAS_FEW = not multiplies_pairs()  # whether few rows have a product of their own, with the bits of many
+MOST = 8  # rows that are few
+_SHORTS, _SHORT_WORDS = ir.VectorType(ir.FloatType(), SHORT), ir.VectorType(I32, SHORT)
+_WORD_BYTES, _FLOAT_BYTES = 4, 4
+
+
+def _sums(
+    b: ir.IRBuilder, rows: Sequence[Any], parts: Sequence[Sequence[Any]], ahead: Any, num_words: Any
+) -> list[list[Any]]:
+    """Sums of each float32 row with SHORT outputs (addresses) of each part; `num_words` is a multiple of SHORT."""
+    sums = [zeros(b, _SHORTS, len(rows)) for _ in parts]
+    with cgutils.for_range_slice(b, ir.Constant(I64, 0), num_words, ir.Constant(I64, SHORT)) as (word, _):
+        offset = b.mul(word, ir.Constant(I64, _WORD_BYTES))
+        for weights in parts:
+            for weight in weights:
+                prefetch(b, at(b, at(b, weight, offset), ahead))
+        words_of = [
+            turned(b, [b.load(at(b, weight, offset), typ=_SHORT_WORDS, align=2) for weight in weights])
+            for weights in parts
+        ]
+        for index in range(SHORT):
+            weights_of = [widened(b, words[index]) for words in words_of]
+            for odd in range(2):
+                place = b.add(b.mul(offset, ir.Constant(I64, 2)), ir.Constant(I64, _FLOAT_BYTES * (2 * index + odd)))
+                loaded = [b.load(at(b, row, place), typ=ir.FloatType(), align=4) for row in rows]
+                numbers = [splat(b, number, SHORT) for number in loaded]
+                for totals, weights in zip(sums, weights_of, strict=True):
+                    for total, number in zip(totals, numbers, strict=True):
+                        b.store(multiply_add(b, b.load(total), number, weights[odd]), total)
+    return [[b.load(total) for total in totals] for totals in sums]
+
+
+def _tile_of(num_rows: int) -> Any:
+    """A function that compiled code may call: as many rows with GROUP outputs."""
+
+    def tile(_context: Any, rows: Any, matrix: Any, output: Any, bias: Any, out: Any) -> Any:
+        signature = numba.types.void(rows, matrix, output, bias, out)
+
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            arrays = {i: array_of(context, builder, signature.args[i], values[i]) for i in (0, 1, 4)}
+            first, (step, _), (_, num_floats) = arrays[0]
+            begin, (row_step, _), _ = arrays[1]
+            weights = spaced(builder, at(builder, begin, builder.mul(row_step, values[2])), row_step, GROUP)
+            ahead = builder.mul(row_step, ir.Constant(I64, GROUP))
+            halves = [weights[:SHORT], weights[SHORT:]]
+            inputs, num_words = spaced(builder, first, step, num_rows), builder.lshr(num_floats, ir.Constant(I64, 1))
+            if num_rows == 1:  # one sum would wait for itself
+                sums = _sums(builder, inputs, halves, ahead, num_words)
+            else:
+                sums = [_sums(builder, inputs, [half], ahead, num_words)[0] for half in halves]
+            totals = [shuffled(builder, low, high, range(LANES)) for low, high in zip(*sums, strict=True)]
+            begin, steps, _ = arrays[4]
+            begin = at(builder, begin, builder.mul(steps[1], values[2]))
+            if signature.args[4].ndim == 3:
+                for row, total in enumerate(totals):
+                    lane = at(builder, begin, ir.Constant(I64, _FLOAT_BYTES * row))
+                    for output, address in enumerate(spaced(builder, lane, steps[1], GROUP)):
+                        part = builder.extract_element(total, ir.Constant(I32, output))
+                        place = builder.bitcast(address, ir.FloatType().as_pointer())
+                        before = builder.load(address, typ=ir.FloatType(), align=4)
+                        builder.store(builder.fadd(before, part), place, align=4)
+            else:
+                added, (float_bytes,), _ = array_of(context, builder, signature.args[3], values[3])
+                added = at(builder, added, builder.mul(float_bytes, values[2]))
+                bias = builder.load(added, typ=FLOATS, align=4)
+                for total, address in zip(totals, spaced(builder, begin, steps[0], num_rows), strict=True):
+                    number = builder.fadd(total, bias)
+                    is_rounded = signature.args[4].dtype == numba.types.uint16
+                    store(builder, rounded(builder, number) if is_rounded else number, address)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return intrinsic(tile)
+
+
+_tile_1, _tile_2, _tile_4, _tile_8 = map(_tile_of, (1, 2, 4, MOST))
+
+
+@strict_inner
+def few_of(blocks: Any, num_rows: Any) -> Any:
+    """The rows themselves, 1, 2, 4 or 8 of them, (rows, inputs) float32; none where they are not few.
+
+    Their inputs must fill SHORT words, too. `blocks` are those of bfloat16 that `bough.model.cpu.gemm` has.
+    """
+    count = 1 if 0 < num_rows <= MOST and blocks.shape[1] % SHORT == 0 else 0
+    while 0 < count < num_rows:
+        count *= 2
+    rows = np.empty((count, 2 * blocks.shape[1]), np.float32)
+    for word in range(blocks.shape[1] if count else 0):
+        for row in range(count):
+            pair = blocks[0, word, row]
+            rows[row, 2 * word] = widened_number(np.uint16(pair & 0xFFFF))
+            rows[row, 2 * word + 1] = widened_number(np.uint16((pair >> 16) & 0xFFFF))
+    return rows
+
+
+@strict_inner
+def multiply_few(rows: Any, matrix: Any, begin: Any, end: Any, bias: Any, out: Any) -> Any:
+    """Multiply 1, 2, 4 or 8 rows, as `few_of` makes them, with the groups [begin, end) of a matrix, and add `bias`."""
+    for group in range(begin, end):
+        output = min(group * GROUP, len(matrix) - GROUP)
+        if len(rows) == 1:
+            _tile_1(rows, matrix, output, bias, out)
+        elif len(rows) == 2:
+            _tile_2(rows, matrix, output, bias, out)
+        elif len(rows) == 4:
+            _tile_4(rows, matrix, output, bias, out)
+        else:
+            _tile_8(rows, matrix, output, bias, out)
 
 
 def multiply(rows: Any, few: Any, num_rows: Any, matrix: Any, begin: int, end: int, bias: Any, out: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tree attention on a GPU as a Triton kernel, the counterpart of `bough.model.cpu.attention_cpu`.
+"""Tree attention on a GPU as a Triton kernel, the counterpart of `bough.model.cpu.attention_kernel`.
 
 A program computes a tile of rows of one slot for one KV head. It reads the committed keys once for all rows, and then
 for each row the keys on its own path. Each row meets its keys in the order of their positions, in blocks fixed by
@@ -15,13 +15,109 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from bough.model.batch.gpu_paths import TILE_ROWS, Paths
-from bough.model.gpu.attention_tiles import heads_together, launch_options, tile_constants
-from bough.model.gpu.online_softmax_triton import fold, nothing_seen, product, seen_scores
+from bough.model.batch.path_spans import TILE_ROWS, Paths
 
 # Arguments that vary between calls must not be specialised on: each specialisation is another program, which may round
 # differently.
 _VARYING = ("tail_width", "window", "scale")
+BLOCK = 32  # keys in one step of the online softmax; 64 would exceed the registers
+MIN_DOT = 16  # least rows and columns of a tensor core's tile
+TILE_QUERIES = 64  # most rows times heads of a program, so that its results stay in registers
+NUM_STAGES = 2
+
+
+def heads_together(num_heads: int) -> int:
+    """How many heads of latent attention one program computes: all that fill a tensor core's tile without remainder."""
+    return max(size for size in range(1, MIN_DOT + 1) if num_heads % size == 0)
+
+
+def tile_constants(group: int, head_dim: int, in_halves: bool, key_dim: int = 0) -> dict[str, int]:
+    """Compile-time constants, which depend only on the model: few and many rows use the same program."""
+    dim_padded, group_padded = max(MIN_DOT, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
+    most = min(TILE_QUERIES, TILE_QUERIES * 128 // dim_padded) if in_halves else MIN_DOT
+    if TILE_ROWS * group_padded < most:  # a tile between both sizes would spill registers
+        most = MIN_DOT
+    rows = min(TILE_ROWS, max(1, max(most, MIN_DOT) // group_padded))
+    return {
+        "GROUP": group,
+        "BLOCK": BLOCK,
+        "ROWS": rows,
+        "GROUP_PADDED": max(group_padded, MIN_DOT // rows),
+        "DIM_PADDED": dim_padded,
+        "KEY_DIM": key_dim,
+        "KEY_PADDED": max(MIN_DOT, triton.next_power_of_2(key_dim)),
+    }
+
+
+def launch_options(constants: dict[str, int], in_halves: bool) -> dict[str, object]:
+    """Compiler options, which depend only on the model, as `tile_constants` do.
+
+    No family's kernel spills registers with so many warps (`python -m loadtest.gpu.compile_kernels`): small tiles spill
+    with many warps, large ones with few, and heads of 256 with 8. Float32 uses one stage, as its tiles fill the shared
+    memory of a small GPU.
+    Fusing of products and sums is set, because its default differs between versions of Triton, and with it the bits.
+    """
+    tile = constants["ROWS"] * constants["GROUP_PADDED"] * constants["DIM_PADDED"]
+    most = 4 if constants["DIM_PADDED"] == 256 else 8
+    num_warps = min(most, max(1, tile // 512)) if in_halves else 4
+    return {"num_warps": num_warps, "num_stages": NUM_STAGES if in_halves else 1, "enable_fp_fusion": True}
+
+
+@triton.jit
+def product(query: tl.tensor, key: tl.tensor, IN_HALVES: tl.constexpr) -> tl.tensor:
+    """Products (QUERIES, BLOCK) float32."""
+    if IN_HALVES:
+        return tl.dot(query, tl.trans(key))
+    return tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee")
+
+
+@triton.jit
+def seen_scores(scores: tl.tensor, is_seen: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
+    """Scores (QUERIES, BLOCK) capped; -inf for keys that a query does not see."""
+    if SOFTCAP > 0:
+        scores = SOFTCAP * (1.0 - 2.0 / (tl.exp(scores * (2.0 / SOFTCAP)) + 1.0))  # tanh
+    return tl.where(is_seen, scores, float("-inf"))
+
+
+@triton.jit
+def fold(
+    scores: tl.tensor,
+    value: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    result: tl.tensor,
+    IN_HALVES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Fold a block of keys into the online softmax: highest score, sum of weights, and weighted sum of values.
+
+    The state of a row that sees none of the keys does not change: its decay is 1 and its weights are 0.
+    """
+    peak = tl.maximum(highest, tl.max(scores, 1))
+    against = tl.where(peak == float("-inf"), 0.0, peak)  # avoids -inf - (-inf) in rows without a score
+    decay = tl.exp(highest - against)
+    weights = tl.exp(scores - against[:, None])
+    total = total * decay + tl.sum(weights, 1)
+    result = result * decay[:, None]
+    if IN_HALVES:  # a weight is split into a sum of two 16-bit numbers, with hardly any error
+        high = weights.to(value.dtype)
+        low = (weights - high.to(tl.float32)).to(value.dtype)
+        result = tl.dot(low, value, tl.dot(high, value, result))
+    else:
+        result = tl.dot(weights, value.to(tl.float32), result, input_precision="ieee")
+    return peak, total, result
+
+
+@triton.jit
+def nothing_seen(
+    sinks: tl.tensor, is_head: tl.tensor, query: tl.tensor, HAS_SINKS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Initial state of the online softmax, sinks included: highest scores, sums of weights, weighted values."""
+    result = tl.zeros(query.shape, tl.float32)
+    total = tl.zeros((query.shape[0],), tl.float32)
+    highest = tl.full((query.shape[0],), float("-inf"), tl.float32)
+    if HAS_SINKS:
+        highest, total = tl.load(sinks, mask=is_head, other=0.0), total + 1.0
+    return highest, total, result
 
 
 @triton.jit

@@ -8,16 +8,48 @@ every input reads the scales of its group, which stay in the GPU's cache.
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-
-from bough.model.gpu.number_formats_triton import from_e2m1, from_e4m3, from_e8m0, rounded
 
 NUM_WARPS = 4
 TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs (at most) and outputs of a tile in GPTQ's and AWQ's formats; else reversed
 LEAST_COLUMNS = 32  # inputs of a tile within one group, below which each input's own scale is read
 KINDS = {torch.int32: "UNSIGNED", torch.int8: "SIGNED", torch.float8_e4m3fn: "E4M3", torch.uint8: "E2M1"}
+TILE_NUMBERS = 4096  # of a tile
+
+
+@triton.jit
+def rounded(value: tl.tensor, IS_BF16: tl.constexpr, out: tl.tensor) -> tl.tensor:
+    """Convert to the type of `out`: bfloat16 as bits rounded to nearest even; Triton's interpreter does not round."""
+    if IS_BF16:
+        bits = value.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    return value.to(out.dtype.element_ty)
+
+
+@triton.jit
+def from_e4m3(bits: tl.tensor) -> tl.tensor:
+    """The float32 of E4M3 numbers, by way of float16, whose exponent has one bit more; any GPU can do this."""
+    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def from_e2m1(bits: tl.tensor) -> tl.tensor:
+    """The float32 of E2M1 numbers, by way of float16, whose exponent has three bits more."""
+    half = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
+    return half.to(tl.float32) * 16384.0
+
+
+@triton.jit
+def from_e8m0(bits: tl.tensor) -> tl.tensor:
+    """The float32 of powers of two, whose bits are a float32's exponent; the smallest is subnormal."""
+    bits = bits.to(tl.int32)
+    return tl.where(bits == 0, 1 << 22, tl.where(bits == 255, 0x7FC00000, bits << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -234,3 +266,93 @@ def bits_of(out: torch.Tensor) -> torch.Tensor:
 def options(out: torch.Tensor) -> dict[str, object]:
     """Compiler options: products and sums are not fused, as in the reference; the default differs between versions."""
     return {"IS_BF16": out.dtype == torch.bfloat16, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _part(block: tl.tensor, j: tl.tensor, is_in: tl.tensor, NUMBERS: tl.constexpr, AT: tl.constexpr) -> tl.tensor:
+    """Some bits of numbers j; what a `Part` of `ggml_blocks` says of them begins at AT of NUMBERS."""
+    places = NUMBERS[AT + 1] + j // NUMBERS[AT + 2] * NUMBERS[AT + 3] + j % NUMBERS[AT + 4]
+    shifts = NUMBERS[AT + 7] + j % NUMBERS[AT + 2] // NUMBERS[AT + 5] * NUMBERS[AT + 6]
+    return (tl.load(block + places, mask=is_in, other=0).to(tl.int32) >> shifts) & ((1 << NUMBERS[AT]) - 1)
+
+
+@triton.jit
+def _number(block: tl.tensor, j: tl.tensor, is_in: tl.tensor, NUMBERS: tl.constexpr) -> tl.tensor:
+    """Numbers j of blocks; NUMBERS is a `Numbers` of `ggml_blocks`, flat, with its codes as 128 more in four words."""
+    number = _part(block, j, is_in, NUMBERS, 0)
+    if NUMBERS[8]:
+        number = number | (_part(block, j, is_in, NUMBERS, 8) << NUMBERS[0])
+    if NUMBERS[18]:
+        low, high = tl.where(number < 4, NUMBERS[18], NUMBERS[19]), tl.where(number < 12, NUMBERS[20], NUMBERS[21])
+        return (((tl.where(number < 8, low, high) >> (number % 4 * 8)) & 255) - 128).to(tl.float32)
+    return ((number ^ NUMBERS[16]) - NUMBERS[17]).to(tl.float32)
+
+
+@triton.jit
+def _half(block: tl.tensor, is_in: tl.tensor, AT: tl.constexpr) -> tl.tensor:
+    """The float32 of a float16 at byte AT of blocks."""
+    low, high = tl.load(block + AT, mask=is_in, other=0), tl.load(block + AT + 1, mask=is_in, other=0)
+    bits = low.to(tl.int32) | (high.to(tl.int32) << 8)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def unpack_blocks(
+    data: tl.tensor,  # (rows, row_blocks * NUM_BYTES) uint8
+    out: tl.tensor,  # (rows, row_blocks * GROUPS * SIZE)
+    num_blocks: tl.tensor,
+    row_blocks: tl.tensor,
+    half: tl.tensor,  # as of `ggml_blocks.Blocks`
+    NUM_BYTES: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    SCALE: tl.constexpr,  # byte of the scale
+    OFFSET: tl.constexpr,  # byte of the offset, or -1
+    SCALES: tl.constexpr,
+    MINS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,  # numbers of a group
+    TILE: tl.constexpr,
+    IS_BF16: tl.constexpr,
+) -> None:
+    blocks = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_in, row = (blocks < num_blocks)[:, None, None], blocks // row_blocks
+    within = row % (2 * half)
+    file_row = row - within + 2 * (within % half) + within // half
+    block = data + ((file_row * row_blocks + blocks % row_blocks) * NUM_BYTES)[:, None, None]
+    group = tl.arange(0, GROUPS)[None, :, None]
+    j = group * SIZE + tl.arange(0, SIZE)[None, None, :]
+    scale = _half(block, is_in, SCALE)
+    if SCALES[0]:
+        scale = scale * _number(block, group, is_in, SCALES)
+    value = scale * _number(block, j, is_in, NUMBERS)
+    if OFFSET >= 0:
+        offset = _half(block, is_in, OFFSET)
+        if MINS[0]:
+            offset = -offset * _number(block, group, is_in, MINS)
+        value = value + offset
+    cells = out + blocks[:, None, None] * (GROUPS * SIZE) + j
+    tl.store(cells, rounded(value, IS_BF16, out), mask=is_in)
+
+
+def write_blocks(data: torch.Tensor, size: tuple[int, int], type_: Any, half: int, out: torch.Tensor) -> None:
+    """`Backend.write_blocks`."""
+    num_blocks = out.numel() // size[0]
+    constants = block_constants(size, type_)
+    grid = (triton.cdiv(num_blocks, constants["TILE"]),)
+    unpack_blocks[grid](data, bits_of(out), num_blocks, out.shape[1] // size[0], half, **constants, **options(out))
+
+
+def block_constants(size: tuple[int, int], type_: Any) -> dict[str, Any]:
+    """The constants of `unpack_blocks` for a type."""
+    kinds = {"NUMBERS": type_.numbers, "SCALES": type_.scales, "MINS": type_.mins}
+    constants: dict[str, Any] = {
+        name: (*kind.low, *kind.high, kind.flip, kind.center, *_words(kind.codes)) for name, kind in kinds.items()
+    }
+    constants |= {"SCALE": type_.scale, "OFFSET": type_.offset, "GROUPS": type_.num_groups}
+    return constants | {"NUM_BYTES": size[1], "SIZE": size[0] // type_.num_groups, "TILE": TILE_NUMBERS // size[0]}
+
+
+def _words(codes: tuple[int, ...]) -> tuple[int, ...]:
+    """16 signed bytes, each 128 more, as 32-bit integers; zeros if there are none."""
+    bytes_ = bytes(code + 128 for code in codes) or bytes(16)
+    return struct.unpack("<4i", bytes_)

@@ -20,8 +20,7 @@ from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import counters
 from bough.model.llama.layer import LOOPS, LayerWeights, Pass, run_layer, share_layer
 from bough.model.llama.rows import Floats, collect, spread
-from bough.model.llama.weights import Matrices, Vectors, sizes_of, window
-from bough.model.llama.workspace import Workspace, num_blocks, word_rows
+from bough.model.llama.weights import Matrices, Vectors, Workspace, num_blocks, sizes_of, window, word_rows
 from bough.model.loading.loading import Skeleton
 
 

@@ -6,7 +6,7 @@ The result equals transformers' in bfloat16 up to rounding: the residual stream 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -15,18 +15,173 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bough.model.batch.batch import Batch
-from bough.model.cpu.jit import pointer
+from bough.model.cpu.gemm_parallel import share_product
+from bough.model.cpu.jit import fastmath_inner, fastmath_parallel, pointer
+from bough.model.cpu.linear import numbers
 from bough.model.cpu.llvm_vectors import LANES
-from bough.model.cpu.work_stealing import counters
-from bough.model.llama.layer import LOOPS, LayerWeights, Pass
-from bough.model.llama.stacks import Int8Stack, Stack
-from bough.model.llama.step import Weights, run_step, share_head, share_layers
-from bough.model.llama.weights import Matrices, Vectors, biases, floats, sizes_of, window
-from bough.model.llama.workspace import Workspace, code_rows, num_blocks, word_rows
+from bough.model.cpu.operands import MOST, ZERO
+from bough.model.cpu.work_stealing import as_thread, counters
+from bough.model.llama.layer import LOOPS, LayerWeights, Pass, share_layer
+from bough.model.llama.rows import Floats, share_norms
+from bough.model.llama.weights import (
+    Matrices,
+    Vectors,
+    Workspace,
+    biases,
+    code_rows,
+    floats,
+    num_blocks,
+    sizes_of,
+    window,
+    word_rows,
+)
 from bough.model.loading.loading import ParameterSlot, Skeleton, bind_resident
+from bough.runtime.host_memory import large_pages
 
 POSITIONS_STEP = 1024  # rotary tables grow in steps of this many positions
 CPU = torch.device("cpu")
+
+
+class Weights(NamedTuple):
+    """Weights of a model."""
+
+    layers: LayerWeights
+    final_norm: Floats  # (hidden,)
+    head: Any
+    head_bias: Floats  # (vocab_size,)
+
+
+@fastmath_inner
+def _layer_of(layers: Any, layer: Any) -> Any:
+    return LayerWeights(
+        layers.attention_norm[layer],
+        layers.bias[layer],
+        layers.query_norm[layer],
+        layers.key_norm[layer],
+        layers.mlp_norm[layer],
+        layers.queries[layer],
+        layers.keys[layer],
+        layers.values[layer],
+        layers.out[layer],
+        layers.gate[layer],
+        layers.up[layer],
+        layers.down[layer],
+        layers.window[layer],
+    )
+
+
+@fastmath_inner
+def share_layers(taken: Any, thread: Any, num_threads: Any, layers: Any, rows: Any) -> Any:
+    """A thread's share of all layers."""
+    for layer in range(len(layers.window)):
+        counts = taken[layer * LOOPS : (layer + 1) * LOOPS]
+        share_layer(counts, thread, num_threads, layer, _layer_of(layers, layer), rows)
+
+
+@fastmath_inner
+def share_head(
+    taken: Any,
+    thread: Any,
+    num_threads: Any,
+    wanted: Any,
+    num_rows: Any,
+    norm: Any,
+    epsilon: Any,
+    normed: Any,
+    head: Any,
+    bias: Any,
+    logits: Any,
+) -> Any:
+    """A thread's share of the logits; its loops use the last two counters."""
+    share_norms(taken[-2], thread, num_threads, wanted, norm, epsilon, normed)
+    share_product(taken[-1], thread, num_threads, normed, num_rows, head, bias, logits)
+
+
+@fastmath_parallel
+def run_step(
+    layers_share: Any,
+    head_share: Any,
+    taken: Any,
+    num_threads: Any,
+    logit_rows: Any,
+    layers: Any,
+    norm: Any,
+    head: Any,
+    bias: Any,
+    num_rows: Any,
+    sizes: Any,
+    workspace: Any,
+    spans: Any,
+    cos: Any,
+    sin: Any,
+    logits: Any,
+) -> Any:
+    """Compute logits (logit rows in whole blocks, vocab_size) float32 of a `Pass`, which is given by its fields.
+
+    `layers_share` and `head_share` are pointers to `share_layers` and `share_head` (`bough.model.cpu.jit.pointer`).
+    Keys and values of all rows are written to their slots. `workspace` has exactly the blocks of the rows; `taken` has
+    counters of num_layers * LOOPS + 2 loops (`bough.model.cpu.work_stealing.counters`).
+    """
+    for number in numba.prange(num_threads):
+        thread = as_thread(number)
+        rows = Pass(num_rows, sizes, workspace, spans, cos, sin)
+        layers_share(taken, thread, num_threads, layers, rows)
+    if len(logit_rows) == 0:
+        return
+    wanted = np.zeros((len(logits) // LANES, workspace.hidden.shape[1], LANES), np.float32)
+    for i in range(len(logit_rows)):
+        wanted[i // LANES, :, i % LANES] = workspace.hidden[logit_rows[i] // LANES, :, logit_rows[i] % LANES]
+    normed, epsilon = workspace.normed[: len(wanted)], np.float32(sizes.epsilon)
+    for number in numba.prange(num_threads):
+        thread = as_thread(number)
+        head_share(taken, thread, num_threads, wanted, len(logit_rows), norm, epsilon, normed, head, bias, logits)
+
+
+class Stack:
+    """Stores matrices in bfloat16, as in the checkpoint."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._used = count, 0
+        self.matrices: NDArray[Any] = np.zeros(0, np.uint16)  # (count, ...) as `laid_out` makes them
+
+    def put(self, matrix: torch.Tensor) -> None:
+        """Add the next matrix; all have the same shape."""
+        own = self.laid_out(matrix.detach())
+        if not self._used:
+            memory = np.frombuffer(large_pages(self._count * own.nbytes), own.dtype)
+            self.matrices = memory.reshape(self._count, *own.shape)
+        self.matrices[self._used] = own
+        self._used += 1
+
+    @staticmethod
+    def laid_out(matrix: torch.Tensor) -> NDArray[Any]:
+        """The numbers of a matrix, (outputs, inputs) uint16, in the form that products read."""
+        return numbers(matrix)
+
+    def weights_of(self, outputs: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The weights (num_outputs, inputs) of some outputs of the first matrix."""
+        weights: NDArray[np.float32] = (self.matrices[0][outputs].astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return weights
+
+
+class Int8Stack(Stack):
+    """Stores matrices in 8 bits (`bough.model.cpu.operands`) with a scale for each output: half the bytes to read."""
+
+    @staticmethod
+    def laid_out(matrix: torch.Tensor) -> NDArray[Any]:
+        """(groups, words, LANES) int32; inputs are whole words, and outputs are padded to whole groups."""
+        whole = nn.functional.pad(matrix.float(), (0, 0, 0, -len(matrix) % LANES))
+        scales = whole.abs().amax(1) / MOST
+        codes = (whole / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().clamp(-MOST, MOST) + ZERO
+        words = codes.to(torch.uint8).numpy().view(np.int32).reshape(-1, LANES, whole.shape[1] // 4)
+        of_outputs = scales.numpy().view(np.int32).reshape(-1, 1, LANES)
+        return np.concatenate((words.transpose(0, 2, 1), of_outputs), axis=1)
+
+    def weights_of(self, outputs: NDArray[np.int32]) -> NDArray[np.float32]:
+        words = self.matrices[0][outputs // LANES, :, outputs % LANES]
+        codes, scales = (np.ascontiguousarray(part) for part in (words[:, :-1], words[:, -1:]))
+        weights: NDArray[np.float32] = (codes.view(np.uint8).astype(np.float32) - ZERO) * scales.view(np.float32)
+        return weights
 
 
 class LlamaDecoder:

@@ -11,11 +11,10 @@ import numba
 import numpy as np
 
 from bough.model.batch.path_spans import PathSpans
-from bough.model.cpu.attention_kernel import Rules, share_attention
+from bough.model.cpu.attention_kernel import Rules, layer_rows, share_attention
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
 from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
-from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.operands import LINE, num_outputs_of
 from bough.model.cpu.work_stealing import as_thread, shared
 from bough.model.llama.rows import Bits, Floats, gate_line, rotate, round_to, share_laying_out, share_norms

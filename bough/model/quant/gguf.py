@@ -14,8 +14,8 @@ from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.container import TensorPlace
-from bough.model.checkpoint.gguf_config import METHOD, ROPE_FACTORS
 from bough.model.checkpoint.gguf_file import BLOCKS, PLAIN
+from bough.model.checkpoint.gguf_model import METHOD, ROPE_FACTORS
 from bough.model.checkpoint.tensor_source import TensorSource, typed
 from bough.model.quant.format import Dequantized, PackedTensors, WeightFormat
 from bough.model.quant.ggml_blocks import Blocks, sample

@@ -2,16 +2,170 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 
+from bough.model.architecture.moe import has_own_products
 from bough.model.backend import backend_of
-from bough.model.batch.batch import Batch, Segment
+from bough.model.batch.batch import Batch, Chunk, Segment
+from bough.model.batch.path_spans import Paths, tiles_of
 from bough.model.kv.session_kv import KVMemory, KVSlot
 from bough.model.loading.late_writes import bind_all
 from bough.model.loading.loading import Skeleton
-from bough.model.running.cuda_graphs import Capture, GpuCapture, GraphedSteps, graphed_steps
 from bough.model.running.device import working_on
 from bough.trees.tree import Tree
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 8, 16, 32, 64, 128)  # of captured steps; others are padded to the next
+TAIL_WIDTH = 32  # limit of levels of a tree above the committed tokens
+NUM_COLUMNS = 6  # inputs of a row besides its tail and tile: at most one tile per row
+NUM_WARM_UPS = 2  # runs before a capture, so that one-time work is not captured
+
+
+class Captured(NamedTuple):
+    """A captured run."""
+
+    replay: Callable[[], None]
+    result: torch.Tensor  # output tensor, overwritten by each replay
+
+
+Capture = Callable[[Callable[[], torch.Tensor]], Captured]
+
+
+class GraphedSteps:
+    """Captured steps of a model over one memory of keys and values, for small batches.
+
+    Launching kernels takes most of a small model's step on a GPU. A graph is launched at once, but has fixed addresses
+    and sizes. So a step's inputs are copied, in one piece, to a fixed buffer; rows and tails are padded to captured
+    sizes; and all sessions' keys and values are rows of one memory.
+    """
+
+    def __init__(self, skeleton: Skeleton, memory: KVMemory, device: torch.device, capture: Capture) -> None:
+        """Capture a step for every number of rows; writes to the memory's first row."""
+        self._skeleton, self._memory, self._device = skeleton, memory, device
+        self._inputs = {num: torch.zeros(_num_inputs(num), dtype=torch.int32, device=device) for num in ROWS}
+        self._steps: dict[int, Captured] = {}
+        for num, inputs in reversed(self._inputs.items()):  # from the largest on, so that shared memory is large enough
+            inputs[5 * num : NUM_COLUMNS * num] = 1  # every row is a root in row 0, whose path has one key
+            inputs[NUM_COLUMNS * num : (NUM_COLUMNS + 2) * num].view(num, 2)[:, 1] = 1  # and every tile has that row
+            self._steps[num] = capture(lambda num=num: self._run(num))  # type: ignore[misc]
+
+    def has(self, batch: Batch) -> bool:
+        """Whether a captured step fits a batch made with `rows=None`."""
+        (chunk,) = batch.chunks
+        is_narrow = all(piece.tail.shape[1] <= TAIL_WIDTH for piece in chunk.pieces)
+        is_here = all(piece.slot.memory is self._memory for piece in chunk.pieces)
+        return batch.num_tokens <= ROWS[-1] and is_narrow and is_here
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Logits (num_logit_rows, vocab_size) float32 of a batch that `has` accepts; valid until the next call."""
+        num = next(num for num in ROWS if num >= batch.num_tokens)
+        self._inputs[num].copy_(torch.from_numpy(_inputs(batch, num)))
+        self._steps[num].replay()
+        logits = self._steps[num].result
+        return logits[: batch.num_tokens] if batch.all_want_logits else logits[batch.logit_rows]
+
+    def _run(self, num_rows: int) -> torch.Tensor:
+        """The captured computation."""
+        inputs, sizes = self._inputs[num_rows], (NUM_COLUMNS * num_rows, 2 * num_rows, TAIL_WIDTH * num_rows)
+        columns, tiles, tails = torch.split(inputs, list(sizes))
+        columns = columns.view(NUM_COLUMNS, num_rows)
+        tokens, positions, rows, origins, bases, lengths = columns
+        paths = Paths(rows.long(), origins, bases, lengths, tails.view(num_rows, TAIL_WIDTH), tiles.view(num_rows, 2))
+        output = self._skeleton.model(
+            input_ids=tokens.long()[None],
+            position_ids=positions.long()[None],
+            use_cache=False,
+            chunk=_SteadyChunk(0, num_rows, (), self._device, paths, self._memory),
+        )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+
+@dataclass(frozen=True)
+class _SteadyChunk(Chunk):
+    """Rows whose paths are read from the step's input buffer."""
+
+    steady_paths: Paths
+    kv: KVMemory
+
+    def paths_on(self, device: torch.device) -> Paths:
+        return self.steady_paths
+
+    def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kv.keys[layer], self.kv.values[layer]
+
+
+def _num_inputs(num_rows: int) -> int:
+    return (NUM_COLUMNS + 2 + TAIL_WIDTH) * num_rows
+
+
+def _inputs(batch: Batch, num_rows: int) -> np.ndarray:
+    """Inputs of a step, (num_inputs,) int32.
+
+    Padding repeats the last row, which writes the same keys and values again; for that it must attend as that row does,
+    so padding has tiles too.
+    """
+    (chunk,) = batch.chunks
+    rows, origins, bases, lengths, tails, tiles = (numbers.numpy() for numbers in chunk.paths_on_host())
+    columns = np.stack((batch.tokens, batch.positions, rows, origins, bases, lengths))
+    padding = num_rows - batch.num_tokens
+    columns = np.pad(columns, ((0, 0), (0, padding)), mode="edge")
+    tails = np.pad(np.pad(tails, ((0, padding), (0, 0)), mode="edge"), ((0, 0), (0, TAIL_WIDTH - tails.shape[1])))
+    tiles = np.concatenate((tiles, batch.num_tokens + tiles_of([padding])))
+    tiles = np.pad(tiles, ((0, num_rows - len(tiles)), (0, 0)))  # empty tiles
+    return np.concatenate((columns.ravel(), tiles.ravel(), tails.ravel())).astype(np.int32, copy=False)
+
+
+class GpuCapture:
+    """Captures graphs on the current device; they share memory for intermediate results, so one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None  # torch's handle of that memory
+        self._stream: Any = None  # torch's own would be the same for all devices, and each has memory of cuBLAS
+
+    def __call__(self, act: Callable[[], torch.Tensor]) -> Captured:
+        """Run `act` a few times, then capture it."""
+        self._stream = side = self._stream or torch.cuda.Stream()
+        graph, own = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        side.wait_stream(own)
+        with torch.cuda.stream(side):
+            for _ in range(NUM_WARM_UPS):
+                act()
+        own.wait_stream(side)
+        try:
+            with torch.cuda.graph(graph, self._pool, side, capture_error_mode="thread_local"):
+                result = act()
+        finally:
+            torch.cuda.set_stream(own)  # torch does not restore the stream if a capture fails
+        self._pool = graph.pool()
+        return Captured(graph.replay, result)
+
+
+def graphed_steps(skeleton: Skeleton, memory: KVMemory, device: torch.device, capture: Capture) -> GraphedSteps | None:
+    """Capture a model's steps; None, with a warning, if that is not possible.
+
+    A mixture's are not tried: its host waits for each router, and after a capture that failed torch's allocator may
+    behave as if it went on. Nor are a hybrid model's, whose recurrent layers take as many steps as paths have nodes.
+    """
+    if skeleton.kv_shape().states is not None:
+        logger.info("draft steps are launched kernel by kernel: recurrent layers take other steps with every tree")
+        return None
+    if any(map(has_own_products, skeleton.model.modules())):
+        logger.info("draft steps are launched kernel by kernel: a mixture's experts wait for its routers")
+        return None
+    try:
+        with working_on(device), torch.inference_mode():
+            return GraphedSteps(skeleton, memory, device, capture)
+    except RuntimeError as exc:
+        logger.warning("draft steps are launched kernel by kernel: no CUDA graph could be captured (%s)", exc)
+        return None
 
 
 class ResidentModel:

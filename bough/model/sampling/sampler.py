@@ -8,20 +8,44 @@ communication"). Works on one row at a time in numpy: a row's result cannot depe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bough.errors import InvalidRequest, Unavailable
-from bough.model.sampling.token_counts import TokenCounts
+from bough.protocol.prefix_hash import Tokens
 from bough.protocol.sampling_params import PositionLogprobs, SamplingParams, TokenLogprob
 
 Row = NDArray[np.float64]  # (vocab_size,), if nothing else is said
 
 NUM_LIKELY = 1024  # tokens among which top-p nearly always ends
 SLACK = 1e-6  # much more than the rounding errors of noise
+
+
+class TokenCounts(NamedTuple):
+    """Counts of a text or its prefix."""
+
+    tokens: NDArray[np.int64]  # (num_distinct,) ascending
+    num_outputs: NDArray[np.int64]  # (num_distinct,) occurrences after the prompt
+
+    @classmethod
+    def of(cls, tokens: Tokens, prompt_length: int) -> TokenCounts:
+        """Counts of `tokens`, of which the first `prompt_length` are the prompt."""
+        text = np.asarray(tokens, np.int64)
+        numbers = np.bincount(text)
+        distinct = np.flatnonzero(numbers)
+        return cls(distinct, np.bincount(text[prompt_length:], minlength=len(numbers))[distinct])
+
+    def after(self, tokens: Sequence[int], num_prompt: int) -> TokenCounts:
+        """Counts after appending few tokens, of which the first `num_prompt` are still the prompt."""
+        more = TokenCounts.of(tokens, num_prompt)
+        distinct = np.union1d(self.tokens, more.tokens)
+        num_outputs = np.zeros(len(distinct), np.int64)
+        for counts in (self, more):
+            num_outputs[np.searchsorted(distinct, counts.tokens)] += counts.num_outputs
+        return TokenCounts(distinct, num_outputs)
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> Row:

@@ -33,7 +33,7 @@ from bough.model.quant.scaled import WORDS, StoredAs
 from bough.model.running.batch_invariance import row_counts
 from bough.model.running.host_embeddings import embeddings_for_host
 from bough.model.sizes.memory_budget import fixed_bytes
-from bough.sizing.flops import ExpertWork, Work
+from bough.sizing.cost_model import ExpertWork, Work
 from bough.sizing.placement import ExpertSizes, Fixed, SeparateExperts
 from bough.sizing.row_counts import RowCounts
 

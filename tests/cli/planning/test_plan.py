@@ -31,8 +31,7 @@ from bough.model.sizes import model_sizes
 from bough.model.sizes.hardware_probe import STAND_IN_BYTES, Read, best_rate, disk_speed
 from bough.model.sizes.memory_budget import resident_bytes
 from bough.model.sizes.model_sizes import find_model, model_shapes
-from bough.sizing.cost_model import Speed, Speeds, SweepModel, purchases, rate, sweep_model
-from bough.sizing.flops import ExpertWork, Work
+from bough.sizing.cost_model import ExpertWork, Speed, Speeds, SweepModel, Work, purchases, rate, sweep_model
 from bough.sizing.placement import Budgets, Fixed, Placement, Tier, gigabytes, place
 from bough.sizing.row_counts import RowCounts
 from loadtest.common.packed_model import pack

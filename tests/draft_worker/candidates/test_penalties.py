@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.model.sampling.sampler import adjusted
-from bough.model.sampling.token_counts import TokenCounts
+from bough.model.sampling.sampler import TokenCounts, adjusted
 from bough.protocol.sampling_params import BANNED, SamplingParams
 from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.candidates.candidates import Guessing

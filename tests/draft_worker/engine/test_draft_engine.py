@@ -132,8 +132,7 @@ def test_without_the_noise_the_draft_guesses_what_is_likely() -> None:
 @pytest.mark.parametrize("guess", Guess)
 def test_penalties_and_bias_apply_along_each_path(guess: Guess) -> None:
     """The first guess at every node is what decoding with the draft itself would draw there."""
-    from bough.model.sampling.sampler import adjusted
-    from bough.model.sampling.token_counts import TokenCounts
+    from bough.model.sampling.sampler import TokenCounts, adjusted
 
     params = SamplingParams(
         0.0, repetition_penalty=1.7, presence_penalty=0.6, frequency_penalty=0.4, logit_bias={2: 1.5, 0: -2.0}

@@ -21,8 +21,7 @@ from bough.grammar.allowed_tokens import Grammars
 from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.kv.kv_arena import KVArena
-from bough.model.kv.session_kv import KVSlot
+from bough.model.kv.session_kv import KVArena, KVSlot
 from bough.model.kv.state_shape import GROWN_ROWS
 from bough.model.running.runner import ResidentModel
 from bough.model.threads import compute_with

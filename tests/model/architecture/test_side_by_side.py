@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from bough.model.architecture.side_by_side import ask, is_side_by_side, side_by_side
+from bough.model.architecture.moe import ask, is_side_by_side, side_by_side
 
 number: ContextVar[int] = ContextVar("number")
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.model.cpu import gemm, gemm_few_outputs, jit, llvm_vectors, work_stealing
+from bough.model.cpu import gemm, gemm_parallel, jit, llvm_vectors, work_stealing
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.linear import numbers
 from bough.model.cpu.llvm_vectors import LANES
@@ -116,7 +116,7 @@ def before_a_wall(content: bytes) -> np.ndarray:
 @pytest.mark.parametrize("is_few", [False, True])
 def test_products_on_processors_without_an_instruction_for_them(is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llvm_vectors, "has_feature", lambda _name: False)
-    tile, few = gemm.tile_of(1, GROUP), gemm_few_outputs._tile_of(8)
+    tile, few = gemm.tile_of(1, GROUP), gemm_parallel._tile_of(8)
 
     @numba.njit
     def run(rows, matrix, sums):

@@ -21,8 +21,8 @@ from bough.model.cpu.llvm_vectors import LANES, MOST_SIGNED
 from bough.model.cpu.operands import LINE, LINE_WORDS, MOST, ZERO, put
 from bough.model.cpu.work_stealing import counters
 from bough.model.kv.session_kv import KVSlot
-from bough.model.llama.stacks import Int8Stack
-from bough.model.llama.workspace import code_rows, num_blocks
+from bough.model.llama.decoder import Int8Stack
+from bough.model.llama.weights import code_rows, num_blocks
 from bough.model.running.runner import ResidentModel
 from bough.trees.tree import Tree
 from draft_worker.model.sources import load_draft

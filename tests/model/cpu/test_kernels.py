@@ -12,9 +12,8 @@ import torch
 
 from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.path_spans import PathSpans, Place
-from bough.model.cpu import attention_cpu, jit
-from bough.model.cpu.attention_cpu import attend_in_slots
-from bough.model.cpu.attention_kernel import _as_float
+from bough.model.cpu import attention_kernel, jit
+from bough.model.cpu.attention_kernel import _as_float, attend_in_slots
 from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.trees.tree import Tree
 from tests.fakes.models import CPU
@@ -130,8 +129,8 @@ def test_nothing_is_read_beyond_keys_and_values(dtype: torch.dtype) -> None:
     guarded = [before_a_wall(rows.view(torch.uint8).numpy().tobytes()) for rows in (slot.keys, slot.values)]
     place = Place(guarded[0].ctypes.data, guarded[1].ctypes.data, base + size)
     spans = PathSpans.at([place], [piece], NUM_KV_HEADS)
-    found = attention_cpu.attend_over(spans, 0, NUM_KV_HEADS, head_dim, queries, *rules)
-    expected = attention_cpu.attend_over(PathSpans.of([piece]), 0, NUM_KV_HEADS, head_dim, queries, *rules)
+    found = attention_kernel.attend_over(spans, 0, NUM_KV_HEADS, head_dim, queries, *rules)
+    expected = attention_kernel.attend_over(PathSpans.of([piece]), 0, NUM_KV_HEADS, head_dim, queries, *rules)
     assert torch.equal(found, expected)
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bough.model.batch.batch import BatchPart, Segment
-from bough.model.batch.gpu_paths import Paths
+from bough.model.batch.path_spans import Paths
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
 from loadtest.gpu.reference import attend_by_mask
@@ -28,7 +28,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="Triton is not installed; builds of torch for GPUs bring it")
 if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("without a GPU, TRITON_INTERPRET=1 has the kernel interpreted", allow_module_level=True)
-BLOCK: int = importlib.import_module("bough.model.gpu.attention_tiles").BLOCK
+BLOCK: int = importlib.import_module("bough.model.gpu.attention_triton").BLOCK
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the result's own type
 
 
@@ -231,7 +231,7 @@ COMPILE = """
 import json, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from bough.model.gpu.attention_tiles import launch_options, tile_constants
+from bough.model.gpu.attention_triton import launch_options, tile_constants
 from bough.model.gpu.attention_triton import _attend as kernel
 
 def compiled(capability, numbers, in_halves):

@@ -15,7 +15,7 @@ import triton.runtime.interpreter as interpreter
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource, typed
-from bough.model.gpu import blocks_triton, unpack_triton
+from bough.model.gpu import unpack_triton
 from bough.model.quant.awq import Awq
 from bough.model.quant.ggml_blocks import TYPES, Blocks
 from bough.model.quant.gptq import Gptq
@@ -126,7 +126,7 @@ def by_kernel(source: TensorSource, raw: list[torch.Tensor], dtype: torch.dtype)
         unpack_triton.write_along(numbers, scales, zeros, order, source.bits, source.block, out)
         return out
     if isinstance(source, Blocks):
-        blocks_triton.write_blocks(*tensors, BLOCKS[source.kind], TYPES[source.kind], source.half, out)
+        unpack_triton.write_blocks(*tensors, BLOCKS[source.kind], TYPES[source.kind], source.half, out)
         return out
     if isinstance(source, Awq):
         unpack_triton.write_across(*tensors, out)

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.model.kv.kv_arena import KVArena
-from bough.model.kv.session_kv import KVShape, KVSlot
+from bough.model.kv.session_kv import KVArena, KVShape, KVSlot
 
 SHAPE = KVShape(2, 1, 1, torch.float32)
 ROWS = 40

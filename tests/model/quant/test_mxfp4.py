@@ -20,8 +20,7 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.safetensors_folder import read_header
 from bough.model.checkpoint.tensor_source import FreshMemory
-from bough.model.loading.loading import build_skeleton
-from bough.model.loading.weight_map import logical_sources
+from bough.model.loading.loading import build_skeleton, logical_sources
 from bough.model.quant.mxfp4 import Mxfp4Format
 from bough.model.running.runner import ResidentModel
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens

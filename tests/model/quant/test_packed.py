@@ -20,8 +20,7 @@ from bough.model.cpu.jit import strict
 from bough.model.cpu.unpack import write_out
 from bough.model.loading import loading
 from bough.model.loading.late_writes import bind_all
-from bough.model.loading.loading import build_skeleton, read_place
-from bough.model.loading.weight_map import logical_sources
+from bough.model.loading.loading import build_skeleton, logical_sources, read_place
 from bough.model.quant.awq import AwqFormat
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.format import PackedTensors, WeightFormat

@@ -18,8 +18,7 @@ from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.safetensors_folder import read_header
 from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource
-from bough.model.loading.loading import build_skeleton
-from bough.model.loading.weight_map import logical_sources
+from bough.model.loading.loading import build_skeleton, logical_sources
 from bough.model.quant.formats import FORMATS as REGISTERED
 from bough.model.quant.formats import format_of
 from bough.model.sizes.model_sizes import find_model, model_shapes

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from bough.model.architecture.architecture import max_positions
 from bough.model.backend import computing_by
 from bough.model.batch.batch import Batch, BatchPart, Segment
-from bough.model.batch.gpu_paths import Paths
+from bough.model.batch.path_spans import Paths
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
 from loadtest.gpu.reference import attend_by_mask, attend_on_cpu

@@ -10,16 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from bough.model.architecture import attention
+from bough.model.architecture import architecture
 from bough.model.backend import load
 from bough.model.backends import triton
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.kv.kv_arena import KVArena
-from bough.model.kv.session_kv import KVMemory, KVSlot
+from bough.model.kv.session_kv import KVArena, KVMemory, KVSlot
 from bough.model.loading.loading import build_skeleton
-from bough.model.running.cuda_graphs import ROWS, TAIL_WIDTH, Captured, GpuCapture, GraphedSteps, graphed_steps
-from bough.model.running.runner import ResidentModel
+from bough.model.running.runner import (
+    ROWS,
+    TAIL_WIDTH,
+    Captured,
+    GpuCapture,
+    GraphedSteps,
+    ResidentModel,
+    graphed_steps,
+)
 from bough.trees.tree import Tree
 from loadtest.gpu.reference import kernels_by_torch
 from tests.fakes.model.families import random_tree
@@ -40,7 +46,7 @@ def run_again(act: Callable[[], torch.Tensor]) -> Captured:
 def model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> ResidentModel:
     """In float32: in bfloat16 it would be one that is compiled whole, on the CPU."""
     monkeypatch.setattr(triton, "kernels", kernels_by_torch)
-    monkeypatch.setattr(attention, "backend_of", lambda _: load("triton"))  # a captured step attends as on a GPU
+    monkeypatch.setattr(architecture, "backend_of", lambda _: load("triton"))  # a captured step attends as on a GPU
     return ResidentModel(build_skeleton(Checkpoint.open(tiny), torch.float32), CPU)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest, Unavailable
 from bough.model.sampling.sampler import (
+    TokenCounts,
     adjusted,
     draw,
     filtered,
@@ -22,7 +23,6 @@ from bough.model.sampling.sampler import (
     probabilities,
     within_deviations,
 )
-from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.sampling_params import BANNED, SamplingParams, StopConditions
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])

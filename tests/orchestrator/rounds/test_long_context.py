@@ -13,8 +13,8 @@ import pytest
 
 from bough.protocol.generation import Finished, GenerateOptions, TokenPrompt, Tokens
 from bough.protocol.prefix_hash import CHECKPOINT_TOKENS, TokenHistory
-from bough.trees.suffix_automaton import SuffixAutomaton
 from orchestrator.opening import opening
+from orchestrator.rounds.suffix_automaton import SuffixAutomaton
 from tests.fakes.fleet import Fleet
 from tests.fakes.stage import MAX_CONTEXT, Stage, orchestrating
 from tests.fakes.waiting import until

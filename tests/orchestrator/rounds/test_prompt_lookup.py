@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from bough.trees.suffix_automaton import DraftOpinion, Guesses, GuessKind, LookupLimits
 from bough.trees.tree import Tree
 from orchestrator.rounds.prompt_lookup import MAX_READ, Acceptance, PromptLookup, assumed_probability
+from orchestrator.rounds.suffix_automaton import DraftOpinion, Guesses, GuessKind, LookupLimits
 from tests.fakes.waiting import until
 
 LIMITS = LookupLimits(max_nodes=6, max_depth=6)

@@ -12,7 +12,7 @@ from bough.trees.acceptance import by_rank
 from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from orchestrator.sizing.acceptance_counts import HALF_LIFE_ROUNDS, NUM_DEPTHS, NUM_RANKS, AcceptanceCounter
+from orchestrator.sizing.totals import HALF_LIFE_ROUNDS, NUM_DEPTHS, NUM_RANKS, AcceptanceCounter
 
 FOREVER = math.inf  # rounds
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bough.protocol.decision import Decision, Mode, RoundSeconds
-from orchestrator.sizing.acceptance_counts import HALF_LIFE_ROUNDS
-from orchestrator.sizing.decision_log import MAX_DRAFTS, MAX_ROUNDS, MAX_SESSIONS, DecisionLog
+from orchestrator.sizing.totals import HALF_LIFE_ROUNDS, MAX_DRAFTS, MAX_ROUNDS, MAX_SESSIONS, DecisionLog
 
 
 def decision(number: int = 1, draft_id: str = "d", expected_tokens: float = 2.0, tokens: int = 3) -> Decision:

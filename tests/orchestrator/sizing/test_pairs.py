@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bough.sizing.acceptance_model import AcceptanceModel
-from bough.sizing.gain_profile import TreeGains
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Scheme
+from orchestrator.sizing.acceptance_model import AcceptanceModel
+from orchestrator.sizing.choice import TreeGains
 from orchestrator.sizing.pairs import (
     FIRST_BOUND,
     FIRST_PROBE,

@@ -12,9 +12,9 @@ import pytest
 
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Mode
-from bough.sizing.choice import PredictedSize
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
+from orchestrator.sizing.choice import PredictedSize
 from orchestrator.sizing.plans import Sizer
 from orchestrator.sizing.tree_sizer import PROBE, TreeSizer
 from tests.fakes.made_rounds import (

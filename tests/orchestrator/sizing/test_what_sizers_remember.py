@@ -11,9 +11,9 @@ from bough.protocol.decision import Mode
 from bough.protocol.generation import Speculation
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import StaticShape
-from orchestrator.sizing.decision_log import MAX_ROUNDS, MAX_SESSIONS
 from orchestrator.sizing.plans import WorkerFacts
 from orchestrator.sizing.round_times import MAX_WORKERS
+from orchestrator.sizing.totals import MAX_ROUNDS, MAX_SESSIONS
 from orchestrator.sizing.tree_sizer import MAX_PAIRS, TreeSizer
 from tests.fakes.made_rounds import GOOD, ROOT, STEEP, STEP, WRONG, MadeRounds, mean_nodes, new_sizer, situation
 

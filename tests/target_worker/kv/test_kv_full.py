@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from bough.errors import Exhausted, InvalidRequest, Preempted, PrefixMissing, StaleEpoch
-from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVArena
 from bough.protocol.messages import Context, VerifyCall, VerifyResult
 from bough.trees.tree import Tree
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text

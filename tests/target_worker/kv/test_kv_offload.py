@@ -19,8 +19,7 @@ from bough.cli.planning.plan_model import make_plan
 from bough.config.processes import TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.batch.batch import Batch, Segment
-from bough.model.kv.kv_arena import KVArena
-from bough.model.kv.session_kv import KVShape, KVSlot
+from bough.model.kv.session_kv import KVArena, KVShape, KVSlot
 from bough.sizing.row_counts import RowCounts
 from bough.trees.tree import Tree
 from loadtest.common.inline_streams import InlineStreams

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bough.errors import Exhausted, PrefixMissing
-from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVArena
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.messages import Verdict
 from bough.protocol.sampling_params import SamplingParams

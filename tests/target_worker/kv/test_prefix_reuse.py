@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bough.model.batch.batch import Batch
-from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVArena
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from bough.errors import Exhausted, NotFound
 from bough.model.kv.arena import Arena
-from bough.model.kv.kv_arena import KVArena
-from bough.model.kv.session_kv import KVSlot
+from bough.model.kv.session_kv import KVArena, KVSlot
 from bough.protocol.prefix_hash import BLOCK_TOKENS
 from target_worker.kv import slot_index
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text

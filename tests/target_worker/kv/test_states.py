@@ -14,7 +14,7 @@ from bough.errors import ConfigError, Exhausted, StreamError
 from bough.model.architecture import gated_delta
 from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Segment
-from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVArena
 from bough.model.kv.states import LayerState
 from bough.model.sizes.target_limits import TargetLimits
 from bough.trees.tree import Tree

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from bough.model.batch.batch import Batch, Segment
-from bough.model.kv.kv_arena import KVArena
-from bough.model.kv.session_kv import KVShape, KVSlot
+from bough.model.kv.session_kv import KVArena, KVShape, KVSlot
 from bough.runtime import host_memory
 from bough.runtime.host_memory import in_pieces, large_pages, node_of, populate, prefer_node
 from bough.trees.tree import Tree

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.trees.draft_probs import DraftProbs
-from bough.trees.merge import merged
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
+from orchestrator.sizing.plans import merged
 from target_worker.verification.verdict import distributions_after
 from tests.target_worker.verification.test_verify import Support, all_draws, pairs
 

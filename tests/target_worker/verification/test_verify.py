@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidTree, Unavailable
-from bough.model.sampling.sampler import adjusted, probabilities
-from bough.model.sampling.token_counts import TokenCounts
+from bough.model.sampling.sampler import TokenCounts, adjusted, probabilities
 from bough.protocol.messages import Context, Verdict, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import DraftProbs, normalised

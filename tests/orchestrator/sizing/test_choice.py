@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.protocol.cost_curve import CostCurve
-from bough.sizing.choice import PredictedSize, SweepLoad, best_size, cut_size
-from bough.sizing.gain_profile import EDGES, GainProfile, TreeGains
+from orchestrator.sizing.choice import EDGES, GainProfile, PredictedSize, SweepLoad, TreeGains, best_size, cut_size
 
 SIZES = np.arange(1, 513)
 FLAT_TO_64 = CostCurve((64, 128), (1.0, 2.0), 8)  # offloaded: a knee at 64 rows

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidTree
-from bough.trees.merge import merged, union
 from bough.trees.tree import Tree
+from orchestrator.sizing.plans import merged, union
 from tests.trees.test_tree import VOCAB, trees
 
 Paths = dict[tuple[int, ...], float]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bough.sizing.acceptance_model import AcceptanceModel, SessionBias, with_values
 from bough.trees.tree import Tree
+from orchestrator.sizing.acceptance_model import AcceptanceModel, SessionBias, with_values
 
 
 def random_tree(rng: np.random.Generator, num_nodes: int = 16) -> Tree:

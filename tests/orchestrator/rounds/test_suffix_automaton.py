@@ -8,7 +8,8 @@ import tracemalloc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.trees.suffix_automaton import (
+from bough.trees.tree import Tree
+from orchestrator.rounds.suffix_automaton import (
     DraftOpinion,
     Follower,
     Guesses,
@@ -17,7 +18,6 @@ from bough.trees.suffix_automaton import (
     SuffixAutomaton,
     grow_continuations,
 )
-from bough.trees.tree import Tree
 
 VOCAB = 5
 texts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60)
