@@ -25,13 +25,11 @@ from bough.config.reader import with_shared
 from bough.errors import ConfigError, Unavailable
 from bough.processes.child import open_program, stop_program
 from bough.processes.launch import valkey_command
-from bough.registry.connection import IndexConnection
+from bough.registry.connection import PASSWORD_FILE, IndexConnection
 from bough.registry.registry import Registry
-from bough.registry.url import PASSWORD_FILE
 from bough.runtime.connections import Connection, connection_limit
-from bough.security.access import Access
+from bough.security.access import Access, require_guarded
 from bough.security.api_keys import hash_of
-from bough.security.guarded import require_guarded
 from bough.security.handshakes import Handshakes
 from deploy.settings import INDEX, IndexSettings
 

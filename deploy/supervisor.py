@@ -30,8 +30,7 @@ from bough.processes.child import DRAIN_MARGIN_SECONDS, Child, open_program, sto
 from bough.processes.exit_with_parent import python
 from bough.processes.process import for_metrics
 from bough.protocol.codec_fields import read
-from bough.protocol.generation import Loads
-from bough.protocol.worker_info import WorkerInfo
+from bough.protocol.generation import Loads, WorkerInfo
 from bough.rpc.server import is_serving
 from bough.rpc.services import stub_of
 from bough.rpc.status_map import to_error

@@ -18,11 +18,11 @@ from bough.errors import Exhausted, Unavailable
 from bough.pb import draft_pb2
 from bough.processes.worker_process import ServedWorker, WorkerService
 from bough.protocol import codec
+from bough.protocol.generation import WorkerInfo
 from bough.protocol.messages import GrowCall, GrowResult
-from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerLoad
 from bough.telemetry.call_context import serving_call
-from bough.telemetry.log_context import log_session
+from bough.telemetry.logs import log_session
 from bough.telemetry.metrics import MetricsServer
 from bough.telemetry.spans import NOTED_SPANS
 from draft_worker.engine.engine import DraftEngine, PendingGrow

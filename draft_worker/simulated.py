@@ -16,7 +16,7 @@ from bough.errors import ConfigError
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.kv.arena import Arena
 from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights
-from bough.protocol.worker_info import WorkerInfo
+from bough.protocol.generation import WorkerInfo
 from bough.runtime.kv_budget import MOST_BYTES
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of, mixed

@@ -24,13 +24,11 @@ from bough.processes.process import (
     unless_stopped,
     with_advertised_host,
 )
-from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
-from bough.registry.registry import Registry
+from bough.registry.registry import Registry, registered
 from bough.rpc.server import Served
-from bough.security.access import Access, metrics_context
+from bough.security.access import Access, metrics_context, require_guarded
 from bough.security.api_keys import Keyring
-from bough.security.guarded import require_guarded
 from bough.security.tls import CurrentContext
 from bough.telemetry.metrics import MetricsServer, metrics_url
 from bough.telemetry.tracing import tracing

@@ -17,11 +17,11 @@ from bough.pb import target_pb2
 from bough.processes.startup import stage
 from bough.processes.worker_process import ServedWorker, WorkerService
 from bough.protocol import codec
+from bough.protocol.generation import WorkerInfo
 from bough.protocol.messages import VerifyCall, VerifyResult
-from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerLoad
 from bough.telemetry.call_context import serving_call
-from bough.telemetry.log_context import log_session
+from bough.telemetry.logs import log_session
 from target_worker.metrics import Metrics, TargetLoad
 from target_worker.scheduler.engine import SweepEngine
 

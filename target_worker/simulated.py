@@ -16,9 +16,9 @@ from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
+from bough.protocol.generation import WorkerInfo
 from bough.protocol.messages import Verdict
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
-from bough.protocol.worker_info import WorkerInfo
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of
 from bough.simulation.law import Law

@@ -46,10 +46,10 @@ from bough.protocol.generation import (
     ToolChoice,
     Tools,
     Usage,
+    WorkerInfo,
     WorkerStatus,
 )
 from bough.protocol.sampling_params import PositionLogprobs, SamplingParams, TokenLogprob
-from bough.protocol.worker_info import WorkerInfo
 from bough.security.certificates import CertificateFiles
 from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree_plan import BestFirst, Growth, Scheme, StaticShape

@@ -20,7 +20,7 @@ from bough.errors import ConfigError
 from bough.rpc.status_map import explained
 from bough.runtime.log_lines import say
 from bough.security.certificates import CertificateFiles
-from bough.security.secured import add_certificates, channels, files_from
+from bough.security.tls import add_certificates, channels, files_from
 
 PATIENCE_SECONDS = 3.0
 PLAIN = CertificateFiles()

@@ -13,7 +13,7 @@ from bough.errors import PairingError, Unavailable
 from bough.pb import common_pb2
 from bough.protocol import codec
 from bough.protocol.codec_fields import read
-from bough.protocol.worker_info import WorkerInfo
+from bough.protocol.generation import WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.rpc.services import DRAFT, TARGET, stub_of

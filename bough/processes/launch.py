@@ -34,7 +34,7 @@ from bough.processes.compile_once import COMPILING
 from bough.processes.exit_with_parent import python
 from bough.processes.signals import StopSignals, signals_ignored, stop_signals
 from bough.registry.registry import Registry
-from bough.security.secured import files_towards
+from bough.security.tls import files_towards
 
 POLL_SECONDS = 0.1
 WATCH_SECONDS = 0.2  # between two looks at a process that serves

@@ -18,7 +18,7 @@ from bough.processes.child import process_name
 from bough.runtime.allocator import configure_allocator
 from bough.runtime.exit_status import EXIT_SIGNAL, status_of
 from bough.runtime.log_lines import say_error
-from bough.security.guarded import guards_of
+from bough.security.access import guards_of
 
 Result = TypeVar("Result")
 Config = TypeVar("Config", bound=ServiceConfig)

@@ -11,7 +11,7 @@ from typing import TextIO
 from bough.config.processes import OrchestratorConfig
 from bough.processes.launch import PendingProcesses
 from bough.runtime.log_lines import on_one_line
-from bough.security.secured import files_towards
+from bough.security.tls import files_towards
 
 QUIET_SECONDS = 5.0  # between messages, if the output is not a terminal
 ERASE_LINE = "\r\x1b[K"

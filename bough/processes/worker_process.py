@@ -35,17 +35,15 @@ from bough.processes.process import (
 from bough.processes.startup import ready, stage
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
+from bough.protocol.generation import WorkerInfo
 from bough.protocol.messages import GrowCall, VerifyCall
-from bough.protocol.worker_info import WorkerInfo
-from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerLoad, WorkerRecord
-from bough.registry.registry import Registry
+from bough.registry.registry import Registry, registered
 from bough.rpc.drain import SessionGate
 from bough.rpc.server import Served, serving
 from bough.rpc.services import ServicerContext, add_service
 from bough.runtime.allocator import trim_heap
-from bough.security.access import Access, metrics_context
-from bough.security.guarded import require_guarded
+from bough.security.access import Access, metrics_context, require_guarded
 from bough.telemetry.logs import configure_logging
 from bough.telemetry.metrics import MetricsServer, metrics_note
 from bough.telemetry.tracing import NO_TRACER, Tracer, tracing

@@ -10,11 +10,41 @@ from types import NoneType
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from bough.errors import InvalidRequest
-from bough.protocol.codec_growth import SCHEMES, growth_from_wire, growth_to_wire, scheme_from_wire
+from bough.pb import common_pb2
 from bough.protocol.decision import Mode
-from bough.trees.tree_plan import Growth, Scheme
+from bough.trees.tree_plan import BestFirst, Growth, Scheme, StaticShape
 
 Value = TypeVar("Value")
+SCHEMES: dict[Scheme, common_pb2.VerificationScheme] = {scheme: getattr(common_pb2, scheme.name) for scheme in Scheme}
+
+
+def growth_to_wire(growth: Growth) -> common_pb2.Growth:
+    """Convert a growth of any kind."""
+    match growth:
+        case BestFirst():
+            return common_pb2.Growth(best_first=common_pb2.BestFirst(**growth._asdict()))
+        case StaticShape():
+            return common_pb2.Growth(shape=common_pb2.StaticShape(parents=growth.parents))
+
+
+def growth_from_wire(name: str, message: common_pb2.Growth) -> Growth:
+    """Convert a growth; raises InvalidRequest if missing. `require_growth` checks sizes."""
+    match message.WhichOneof("kind"):
+        case "best_first":
+            return BestFirst(*(getattr(message.best_first, size) for size in BestFirst._fields))
+        case "shape":
+            return StaticShape(tuple(message.shape.parents))
+        case _:
+            raise InvalidRequest(name, "must be best_first or shape", "none")
+
+
+def scheme_from_wire(name: str, value: int) -> Scheme:
+    """The scheme of a protobuf number; raises InvalidRequest if unknown."""
+    for scheme, number in SCHEMES.items():
+        if number == value:
+            return scheme
+    known = ", ".join(f"{number} ({scheme.value})" for scheme, number in SCHEMES.items())
+    raise InvalidRequest(name, f"must be one of {known}", value)
 
 
 class _Conversion(NamedTuple):
@@ -115,3 +145,14 @@ def _described_with(kind: type, message: type) -> tuple[tuple[_Field, bool], ...
 
 _fields_of: Callable[[Any], tuple[_Field, ...]] = cache(_described)
 _readable: Callable[[Any, Any], tuple[tuple[_Field, bool], ...]] = cache(_described_with)
+
+
+def like(kind: type[Value], source: object, **own: Any) -> Value:
+    """A dataclass with these fields of its `own`, and all others as `source` has them under the same names.
+
+    A field that means something else in `source` must be among its `own`.
+    """
+    return kind(**{name: getattr(source, name) for name in _names(kind) if name not in own}, **own)
+
+
+_names: Callable[[Any], tuple[str, ...]] = cache(lambda kind: tuple(field.name for field in fields(kind)))

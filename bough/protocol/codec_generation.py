@@ -8,9 +8,9 @@ from dataclasses import fields
 from bough.errors import InvalidRequest
 from bough.pb import generation_pb2 as pb
 from bough.protocol import generation as g
-from bough.protocol.codec_checks import require_numbers, require_texts
 from bough.protocol.codec_fields import from_fields, read, to_fields
-from bough.protocol.sampling_params import Sampling
+from bough.protocol.sampling_params import MAX_LOGPROBS, MAX_UINT32, PARAMETERS, Sampling
+from bough.trees.tree_plan import require_growth
 
 DEFAULTS = g.GenerateOptions()
 SAMPLING = frozenset(field.name for field in fields(Sampling))  # options that are fields of the message `sampling`
@@ -21,6 +21,8 @@ EVENTS: dict[str, type[g.Event]] = {  # by the names of their fields
     "tokens": g.Tokens,
     "finished": g.Finished,
 }
+_MOST = {"max_tokens": MAX_UINT32, "prompt_logprobs": MAX_LOGPROBS}  # of numbers, by their names
+_MOST |= {name: int(parameter.most) for name, parameter in PARAMETERS.items() if parameter.kind is int}
 
 
 def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.GenerateRequest:
@@ -95,3 +97,56 @@ def models_to_wire(models: Sequence[g.ModelInfo]) -> pb.ModelInfo:
 def models_from_wire(message: pb.ModelInfo) -> tuple[g.ModelInfo, ...]:
     """All listed models; the message's own model where an older orchestrator lists none."""
     return tuple(read(model, g.ModelInfo) for model in message.models or [message])
+
+
+def require_numbers(prompt: g.Prompt, options: g.GenerateOptions) -> None:
+    """Raises InvalidRequest for a number outside its protobuf type; the orchestrator checks the rest."""
+    tokens = prompt.token_ids if isinstance(prompt, g.TokenPrompt) else ()
+    speculation = options.speculation
+    numbers = (
+        *((name, getattr(options, name), most) for name, most in _MOST.items()),
+        *(("stop_token_ids", token, MAX_UINT32) for token in options.stop_token_ids),
+        *((f"logit_bias[{token}]", token, MAX_UINT32) for token in options.logit_bias),
+        *((f"speculation.{n}", getattr(speculation, n), MAX_UINT32) for n in ("budget", "width", "depth", "lookup")),
+        *((f"token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(tokens)),
+    )
+    for name, value, most in numbers:
+        least = 1 if name == "max_tokens" and options.prompt_logprobs is None else 0
+        if value is not None and not least <= value <= most:
+            raise InvalidRequest(name, f"must be {least} to {most}", value)
+    if speculation.growth is not None:
+        require_growth("speculation.growth", speculation.growth, MAX_UINT32)
+
+
+def require_texts(prompt: g.Prompt, options: g.GenerateOptions) -> None:
+    """Raises InvalidRequest for a text with surrogates, which stand for bytes that are not UTF-8 and cannot be sent."""
+    texts = [(name, getattr(options, name)) for name in ("request_id", "session_id", "model", "cache_salt")]
+    texts += [(f"stop[{i}]", stop) for i, stop in enumerate(options.stop)]
+    if (constraint := options.constraint) is not None:
+        names = ("json_schema", "regex", "lark")
+        texts += [(f"constraint.{name}", getattr(constraint, name) or "") for name in names]
+        texts.append(("constraint.choices", "".join(constraint.choices)))
+    match prompt:
+        case g.TextPrompt(text):
+            texts.append(("text", text))
+        case g.ChatPrompt(messages, tools, kwargs):
+            texts.append(("chat.chat_template_kwargs", kwargs))
+            for i, message in enumerate(messages):
+                place, calls = f"chat.messages[{i}]", message.tool_calls
+                texts += [(f"{place}.{name}", getattr(message, name)) for name in ("role", "content", "reasoning")]
+                texts += [(f"{place}.tool_calls", f"{call.name}{call.arguments}") for call in calls]
+            for i, function in enumerate(tools.functions if tools else ()):
+                texts.append((f"chat.tools[{i}].function", f"{function.description or ''}{function.parameters}"))
+    for name, text in texts:
+        require_text(name, text)
+
+
+def require_text(name: str, text: str) -> str:
+    """Returns the text; raises InvalidRequest, naming the field, if it cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(
+            name, "must be UTF-8", f"{text[exc.start : exc.start + 16]!r} at character {exc.start}"
+        ) from exc
+    return text

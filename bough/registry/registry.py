@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from bough.errors import StaleEpoch, Unavailable
-from bough.protocol.codec_checks import require_text
+from bough.concurrency.tasks import background
+from bough.errors import ConfigError, StaleEpoch, Unavailable
+from bough.protocol.codec_generation import require_text
 from bough.registry.connection import CallKind, IndexConnection, Value
-from bough.registry.keys import Keys, Kind
 from bough.registry.records import (
     TOKEN_BYTES,
     Claim,
@@ -30,17 +33,6 @@ from bough.registry.records import (
     StoredSession,
     WorkerRecord,
     pack_tokens,
-)
-from bough.registry.script_replies import (
-    INCOMPLETE,
-    STALE,
-    QuotaExceeded,
-    read_blocks,
-    read_claim,
-    read_entry,
-    read_stored,
-    read_unless_full,
-    read_workers,
 )
 
 LEASE_SECONDS = 3.0  # of a worker without heartbeats
@@ -53,7 +45,67 @@ MAX_PREFIXES = 16_384  # recorded for each worker: half a million tokens
 MOST_EVICTIONS = 8  # consecutive evictions for one entry
 START_SECONDS = 10.0  # how long a starting process waits for the index
 
+HEARTBEAT_SECONDS = 0.75
+# Replies of writing scripts other than 1, as in prelude.lua.
+STALE, INCOMPLETE, FULL = -1, 0, -2
+
 Answer = TypeVar("Answer")
+Entry = TypeVar("Entry", SessionRecord, RequestRecord)
+logger = logging.getLogger(__name__)
+
+
+class Kind(Enum):
+    """Kinds of entries that clients create."""
+
+    SESSION = "session"
+    REQUEST = "request"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of a namespace, which is their hash tag: in a cluster one node has them all."""
+
+    namespace: str
+
+    def validate(self) -> None:
+        """Raises ConfigError for an invalid namespace."""
+        name = self.namespace
+        if not name or set(name) & set("{}") or not name.isprintable():
+            raise ConfigError(f"namespace: must be non-empty printable text without braces, got {name!r}")
+
+    @property
+    def leases(self) -> str:
+        return self._key("workers:leases")
+
+    @property
+    def registry(self) -> list[str]:
+        """Keys of the leases and records of workers."""
+        return [self.leases, self._key("workers:records")]
+
+    @property
+    def looked(self) -> str:
+        """Key of the time at which workers were last listed."""
+        return self._key("workers:looked")
+
+    def prefixes(self, worker_id: str) -> str:
+        """Key of the prefixes that a worker has cached."""
+        return self._key(f"prefixes:{require_text('worker_id', worker_id)}")
+
+    def ledger(self, kind: Kind) -> list[str]:
+        """Keys of the expiry times and sizes of all entries of a kind."""
+        return [self._key(f"{kind.value}s:ends"), self._key(f"{kind.value}s:bytes")]
+
+    def entry(self, kind: Kind, name: str) -> list[str]:
+        """Keys of the record and tokens of a session or request. Raises InvalidRequest for an invalid name."""
+        name = require_text(f"{kind.value}_id", name)
+        return [self._key(f"{kind.value}:{name}"), self._key(f"{kind.value}-tokens:{name}")]
+
+    def listed(self, kind: Kind, name: bytes) -> list[bytes]:
+        """Keys of the record and tokens of an entry by its name in the ledger."""
+        return [key.encode() + name for key in self.entry(kind, "")]
+
+    def _key(self, name: str) -> str:
+        return f"{{{self.namespace}}}:{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,3 +312,85 @@ def _prefix_names(model_fingerprint: str, hashes: Sequence[int]) -> bytes:
 
 def _milliseconds(seconds: float) -> int:
     return int(seconds * 1000)
+
+
+class QuotaExceeded(NamedTuple):
+    """The entries that must be evicted before a new one has room."""
+
+    names_and_ends: tuple[bytes, ...]  # name and expiry in milliseconds, alternating
+
+    @property
+    def names(self) -> tuple[bytes, ...]:
+        return self.names_and_ends[::2]
+
+
+def read_unless_full(read: Callable[[Any], Answer], answer: Any) -> Answer | QuotaExceeded:
+    """QuotaExceeded if the reply says so, otherwise the reply parsed by `read`."""
+    if isinstance(answer, list) and answer and answer[0] == FULL:
+        if not all(isinstance(value, bytes) for value in answer[1:]):
+            raise ValueError(f"must be names of entries, got {answer!r}")
+        return QuotaExceeded(tuple(answer[1:]))
+    return read(answer)
+
+
+def read_claim(session_id: str, answer: Any) -> Claim | None:
+    """The claim; None if it was refused, or there is no session to close."""
+    if answer in (STALE, INCOMPLETE):
+        return None
+    epoch, *entry = answer
+    return Claim(int(epoch), read_entry(SessionRecord, session_id, entry))
+
+
+def read_stored(session_id: str, answer: Sequence[bytes | None]) -> StoredSession:
+    """Parse a session and its newest epoch."""
+    *entry, epoch = answer
+    return StoredSession(read_entry(SessionRecord, session_id, entry), int(epoch or 0))
+
+
+def read_entry(kind: type[Entry], name: str, entry: Sequence[bytes | None]) -> Entry | None:
+    """Parse a session or request from its stored record and tokens."""
+    data, transcript, *_ = entry
+    return kind.from_json(name, data or b"", transcript or b"")
+
+
+def read_workers(answer: Sequence[bytes]) -> list[WorkerRecord]:
+    """Worker records sorted by id; malformed ones are skipped."""
+    records = [record for value in answer if (record := WorkerRecord.from_json(value)) is not None]
+    return sorted(records, key=lambda record: record.worker_id)
+
+
+def read_blocks(worker_ids: Sequence[str], answer: Sequence[Any]) -> dict[str, int]:
+    """Numbers of blocks by worker id, without zeros."""
+    return {worker_id: int(number) for worker_id, number in zip(worker_ids, answer, strict=True) if number}
+
+
+@asynccontextmanager
+async def registered(registry: Registry, present: Callable[[], WorkerRecord]) -> AsyncIterator[None]:
+    """Registers a process for the duration of the block and renews its lease, also across outages of the index.
+
+    `present` returns the record at each heartbeat; its load may change, its id may not.
+    """
+    await registry.register(present())
+    try:
+        async with background(_beat(registry, present)):
+            yield
+    finally:
+        with suppress(Unavailable):
+            await registry.deregister(present().worker_id)
+
+
+async def _beat(registry: Registry, present: Callable[[], WorkerRecord]) -> None:
+    is_lost = False
+    while True:
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+        try:
+            await registry.register(present())
+            if is_lost:
+                logger.warning("the index at %s takes heartbeats again", registry.safe_url)
+            is_lost = False
+        except Unavailable as exc:
+            if not is_lost:
+                logger.warning("%s; trying on", exc)
+            is_lost = True
+        except Exception:  # a failing `present` must not end the heartbeats
+            logger.exception("a heartbeat failed; trying on")

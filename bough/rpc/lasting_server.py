@@ -1,14 +1,18 @@
-"""A gRPC server that survives malformed method names.
+"""What grpc.aio lacks to serve strangers for long (grpcio 1.85).
 
-grpc.aio decodes a call's method name as UTF-8 in the loop that accepts all calls; an invalid name ends that loop, and
-so the server (grpcio 1.85), for which a stranger needs a single packet. Calls of registered methods take another path,
-without decoding names; calls of other methods are refused here before their names are decoded.
+It decodes a call's method name as UTF-8 in the loop that accepts all calls; an invalid name ends that loop, and so the
+server, for which a stranger needs a single packet. Calls of registered methods take another path, without decoding
+names; calls of other methods are refused here before their names are decoded.
+
+It frees what a batch of operations has allocated in C in the coroutine that awaits the batch, if that succeeds: of a
+call whose peer has gone meanwhile, or whose task was cancelled, it keeps up to a kilobyte for ever
+(https://github.com/grpc/grpc/issues/43360). Here batches are freed however their calls end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from inspect import iscoroutinefunction
 from typing import Any
@@ -20,6 +24,8 @@ from grpc.aio import _server
 from bough.errors import ConfigError
 
 MAX_REFUSALS = 256  # being sent at once, some to peers that do not read; further calls are dropped
+Batch = Coroutine[asyncio.Future[None], None, None]
+_execute_batch = getattr(cygrpc, "execute_batch", None)
 
 
 class _KnownCalls(cygrpc.AioServer):  # type: ignore[misc]  # it has no types
@@ -62,3 +68,35 @@ class LastingServer(_server.Server):
                 )
         self._loop = cygrpc.get_working_loop()
         self._server = _KnownCalls(self._loop, None, (), interceptors, tuple(options), max_calls)
+
+
+def free_batches() -> None:
+    """Have all later calls of this process, as a server and as a client, free their batches.
+
+    A grpcio without this function, which is not of its public interface, is left as it is.
+    """
+    if _execute_batch is not None:
+        cygrpc.execute_batch = execute_batch
+
+
+async def execute_batch(call: Any, operations: tuple[Any, ...], loop: asyncio.AbstractEventLoop) -> None:
+    """Await gRPC's function of this name, which goes on to where it frees the batch also if this one is cancelled."""
+    assert _execute_batch is not None
+    batch: Batch = _execute_batch(call, operations, loop)
+    ended = batch.send(None)  # it awaits the end of the batch
+    try:
+        await asyncio.shield(ended)
+    finally:
+        if ended.done():
+            _free(batch, ended)
+        else:
+            ended.add_done_callback(lambda _: _free(batch, ended))
+
+
+def _free(batch: Batch, ended: asyncio.Future[None]) -> None:
+    """Let gRPC's coroutine go on behind what it awaits, where it frees the batch; a failure would end it before."""
+    if ended.exception() is not None:
+        ended.__init__(loop=ended.get_loop())  # type: ignore[misc]  # as new, so that it can have a result
+        ended.set_result(None)
+    with suppress(StopIteration):
+        batch.send(None)

@@ -19,12 +19,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from bough.config.addresses import joined
-from bough.errors import ConfigError, InvalidRequest
+from bough.errors import ConfigError, DeadlineExceeded, Exhausted, InvalidRequest, Unavailable
 from bough.rpc.arrivals import WINDOW_BYTES, Arrivals
-from bough.rpc.batches import free_batches
 from bough.rpc.drain import Drainer
-from bough.rpc.health_service import HealthService, write
-from bough.rpc.lasting_server import LastingServer
+from bough.rpc.lasting_server import LastingServer, free_batches
 from bough.rpc.services import ServicerContext
 from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
 from bough.runtime.connections import connection_limit
@@ -73,6 +71,59 @@ _CHANNEL_OPTIONS = [
 Decode: TypeAlias = Callable[[bytes], Any]
 Answer: TypeAlias = Callable[..., Awaitable[Any]]
 Answered: TypeAlias = Callable[[ServicerContext], Awaitable[Any]]
+
+
+MAX_WATCHERS = 256  # streams; Check calls are limited by the number of connections
+WRITE_SECONDS = 10.0  # for which a watcher may take to read an update
+RETRY_SECONDS = 5.0
+
+
+class HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # it has no types
+    """The library's service writes its streams one after another, so that a stalled one blocks all; this does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_watchers = 0
+        self._changed = asyncio.Event()  # replaced after each change
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: ServicerContext) -> None:
+        """Send a service's status and its changes. Raises Exhausted for too many watchers."""
+        if self._num_watchers >= MAX_WATCHERS:
+            raise Exhausted(f"{self._num_watchers} callers watch health, which is the limit; use Check", RETRY_SECONDS)
+        self._num_watchers += 1
+        try:
+            await self._tell(request.service, context)
+        finally:
+            self._num_watchers -= 1
+
+    async def _tell(self, service: str, context: ServicerContext) -> None:
+        last = None
+        while True:
+            changed = self._changed
+            status = self._server_status.get(service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != last:
+                await write(context, health_pb2.HealthCheckResponse(status=status), WRITE_SECONDS)
+            last = status
+            await changed.wait()
+
+    async def _set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        """Override of the base class, through which all changes go."""
+        self._server_status[service] = status
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+async def write(context: ServicerContext, reply: Any, stalled_seconds: float | None) -> None:
+    """Send a reply of a stream. Raises DeadlineExceeded if its reader takes nothing for so long, or Unavailable."""
+    try:
+        async with asyncio.timeout(stalled_seconds):
+            await context.write(reply)
+    except TimeoutError as exc:
+        raise DeadlineExceeded(
+            f"the stream has not been read for {stalled_seconds:g} s; it is ended, and can be resumed"
+        ) from exc
+    except grpc.aio.InternalError as exc:
+        raise Unavailable("the caller has gone") from exc
 
 
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:

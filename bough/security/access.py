@@ -1,7 +1,8 @@
-"""Credentials for calls among processes of one deployment, and checks of their callers."""
+"""Credentials for calls among processes of one deployment, checks of their callers, and the demand for a guard."""
 
 from __future__ import annotations
 
+import logging
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -9,12 +10,15 @@ from dataclasses import dataclass, replace
 
 import grpc
 
+from bough.config.addresses import is_loopback
 from bough.config.processes import OrchestratorConfig, ServiceConfig
 from bough.errors import ConfigError
 from bough.security.auth_interceptor import AuthInterceptor, PeerNames
 from bough.security.certificates import AUTHORITY, CERT, CLIENT_AUTHORITY, CertificateFiles, Certificates
 from bough.security.tls import CurrentContext, PeerChannel, Tls, context_to_itself, server_context
 from bough.security.worker_key import WorkerKey
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +136,34 @@ def _clients_of_apis(now: Certificates) -> bytes:
     """
     own = now.chain.partition(END)[0] + END
     return now.client_authority and now.client_authority + b"\n" + (now.authority or own)
+
+
+def guards_of(config: ServiceConfig) -> tuple[str, ...]:
+    """Files of keys and authorities that guard a process."""
+    if isinstance(config, OrchestratorConfig):
+        files = (config.keys, config.tls_client_ca)
+    else:
+        files = (config.worker_key_file, config.tls_ca)
+    return tuple(file for file in files if file)
+
+
+def require_guarded(config: ServiceConfig) -> None:
+    """Check the listening address, and warn about what others could do.
+
+    Raises:
+        ConfigError: others reach the process, nothing guards it, and --insecure is not set.
+    """
+    if is_loopback(config.host):
+        return
+    if not guards_of(config):
+        if not config.insecure:
+            is_orchestrator = isinstance(config, OrchestratorConfig)
+            guards = ("--keys", "--tls-client-ca") if is_orchestrator else ("--worker-key-file", "--tls-ca")
+            settings = " or ".join(f"{guard} FILE" for guard in guards)
+            raise ConfigError(
+                f"--host: must be this machine's own, such as 127.0.0.1, without {settings}, got {config.host!r}, "
+                "which others reach; --insecure lets in whoever does"
+            )
+        logger.warning("--insecure: whoever reaches %s is let in", config.host)
+    elif not config.tls_cert:
+        logger.warning("without --tls-cert keys and texts cross the network to %s as they are", config.host)

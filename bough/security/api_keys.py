@@ -1,4 +1,4 @@
-"""Keys of applications: making them, and the file of tenants' keys.
+"""Keys of applications: making them, the file of tenants' keys, and keys in calls: `authorization: Bearer KEY`.
 
 Each line of the file is a JSON object: a tenant's name, the SHA-256 of a key, and limits. Several lines may have the
 same name, so that a tenant can replace a key without a gap.
@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from bough.errors import ConfigError
+from bough.errors import ConfigError, Unauthenticated
 from bough.runtime.log_lines import bounded
-from bough.security.bearer import key_in, refusal
-from bough.security.watched_file import WatchedFile
+from bough.security.private_files import WatchedFile
 
 PREFIX = "sk-bough-"
 SECRET_BYTES = 32
@@ -30,6 +29,9 @@ LIMITS = ("requests", "tokens_per_minute", "sessions")
 FIELDS = ("name", "sha256", "created", "expires", *LIMITS)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+HEADER = "authorization"
+MAX_KEY_LENGTH = 512
+_SCHEME = "bearer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +159,31 @@ class Keyring:
         if found is None or found.has_expired(self._clock()):
             raise refusal()
         return found
+
+
+def credentials(key: str) -> tuple[tuple[str, str], ...]:
+    """Metadata of a call; empty without a key."""
+    return ((HEADER, f"Bearer {key}"),) if key else ()
+
+
+def require_key(field: str, key: str) -> str:
+    """Check a key. Raises ConfigError, without the key, if a header cannot carry it."""
+    if not (key.isascii() and key.isprintable() and len(key) <= MAX_KEY_LENGTH) or " " in key:
+        raise ConfigError(f"{field}: must be at most {MAX_KEY_LENGTH} visible ASCII characters without spaces")
+    return key
+
+
+def key_in(values: Iterable[str | bytes]) -> str:
+    """The key in all values of a call's header; empty unless there is exactly one."""
+    given = [value if isinstance(value, str) else value.decode("latin-1") for value in values]
+    if len(given) != 1:
+        return ""
+    scheme, _, key = given[0].strip().partition(" ")
+    return key.strip() if scheme.lower() == _SCHEME and len(key) <= MAX_KEY_LENGTH else ""
+
+
+def refusal() -> Unauthenticated:
+    """The only answer to missing, wrong and expired keys, so that nothing is revealed."""
+    return Unauthenticated(
+        "authorization: must be Bearer and a key that is valid here; bough's own client and commands take BOUGH_API_KEY"
+    )

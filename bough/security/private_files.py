@@ -1,15 +1,26 @@
-"""Files with secrets: read only if closed to others, and written for their owner only."""
+"""Files with secrets: read only if closed to others, read again when they change, and written for their owner only."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import stat
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
+from typing import Generic, TypeVar
 
+from bough.concurrency.tasks import background
 from bough.errors import ConfigError
 
 FORBIDDEN = stat.S_IWGRP | stat.S_IRWXO  # a group may read, as with Kubernetes secrets
+POLL_SECONDS = 1.0
+
+Value = TypeVar("Value")
+Stamp = tuple[int, int, int, int]  # changes whenever a file's contents or mode change, or another file replaces it
+logger = logging.getLogger(__name__)
 
 
 def read_file(setting: str, path: str, *, is_public: bool = False) -> str:
@@ -60,3 +71,68 @@ def _keep_owner(descriptor: int, before: Path) -> None:
             owner = f"user {status.st_uid}, group {status.st_gid}"
             raise PermissionError(exc.errno, f"no right to keep its owner ({owner}), which root has") from exc
         os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~FORBIDDEN)
+
+
+class WatchedFiles(Generic[Value]):
+    """Value of several files together; the last usable one."""
+
+    def __init__(self, name: str, paths: Sequence[str], load: Callable[[], Value]) -> None:
+        """`load` reads all files; `name` is used in logs.
+
+        Raises:
+            ConfigError: the files are not usable.
+        """
+        self._name, self._paths, self._load = name, tuple(paths), load
+        self._lock = threading.Lock()  # or the last to end, not the last to begin, would tell what is in the files
+        self._stamps = self._stamps_now()  # taken before reading, so that changes during reading are noticed
+        self.value = load()
+
+    def refresh(self, *, is_forced: bool = False) -> None:
+        """Reload changed files; if they are not usable, the previous value stays in force. Any thread."""
+        with self._lock:
+            stamps = self._stamps_now()
+            if stamps == self._stamps and not is_forced:
+                return
+            self._stamps = stamps
+            try:
+                self.value = self._load()
+            except ConfigError as exc:
+                logger.error("%s; what was read before stays in force", exc)
+                return
+            except Exception:  # later changes must still be noticed
+                logger.exception("%s cannot be read; what was read before stays in force", self._name)
+                return
+            logger.info("%s has been read again", self._name)
+
+    def watched(self) -> AbstractAsyncContextManager[None]:
+        """Watch the files during the block."""
+        return background(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.to_thread(self.refresh)
+
+    def _stamps_now(self) -> list[Stamp | None]:
+        return [_stamp(path) for path in self._paths]
+
+
+class WatchedFile(WatchedFiles[Value]):
+    """Value of one file that is closed to others."""
+
+    def __init__(self, setting: str, path: str, read: Callable[[str, str], Value]) -> None:
+        """`read` makes the value from the file's name and text.
+
+        Raises:
+            ConfigError: the file is not usable.
+        """
+        name = f"{setting}: {path}"
+        super().__init__(name, [path], lambda: read(name, read_file(setting, path)))
+
+
+def _stamp(path: str) -> Stamp | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns

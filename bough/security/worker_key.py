@@ -6,9 +6,8 @@ import hmac
 from collections.abc import Iterable
 
 from bough.errors import ConfigError
-from bough.security.api_keys import hash_of
-from bough.security.bearer import MAX_KEY_LENGTH, credentials, key_in, refusal, require_key
-from bough.security.watched_file import WatchedFile
+from bough.security.api_keys import MAX_KEY_LENGTH, credentials, hash_of, key_in, refusal, require_key
+from bough.security.private_files import WatchedFile
 
 SETTING = "--worker-key-file"
 LEAST_LENGTH = 32  # characters; 128 bits in hexadecimal digits

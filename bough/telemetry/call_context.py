@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 
 import grpc
 
-from bough.telemetry.log_context import LOG_CONTEXT, LogContext
+from bough.telemetry.logs import LOG_CONTEXT, LogContext
 from bough.telemetry.spans import NOTED_SPANS, TRACEPARENT, FinishedSpan, Metadata
 
 if TYPE_CHECKING:

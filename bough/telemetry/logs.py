@@ -1,21 +1,45 @@
-"""Log formats: text lines, or one JSON object per line."""
+"""Log formats, text lines or one JSON object per line, and ids that log lines carry."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
+from typing import NamedTuple
 from urllib.parse import quote
 
 from bough.config.processes import ServiceConfig
 from bough.errors import ConfigError
 from bough.runtime.log_lines import LineFormatter, SparingFilter, cut
-from bough.telemetry.log_context import LOG_CONTEXT
 
 QUIET = ("httpx", "numba", "asyncio")  # loggers of libraries that log only from WARNING on
 # Loggers to which connections come before anybody is asked for a key.
 AT_THE_DOOR = ("uvicorn.error", "bough.security.handshakes", "bough.telemetry.metrics")
+
+
+class LogContext(NamedTuple):
+    """Ids of a log line; empty if unknown."""
+
+    request_id: str = ""
+    session_id: str = ""
+    http_request_id: str = ""  # the `x-request-id` of an HTTP answer
+    trace_id: str = ""
+
+    def known(self) -> dict[str, str]:
+        """The ids that are not empty, by name."""
+        return {name: value for name, value in self._asdict().items() if value}
+
+
+NOTHING = LogContext()
+# Of the running task and tasks that it starts. A task works for one request and ends with it: it need not be undone.
+LOG_CONTEXT: ContextVar[LogContext] = ContextVar("log_context", default=NOTHING)
+
+
+def log_session(session_id: str) -> None:
+    """Set the session id in the running task's log context."""
+    LOG_CONTEXT.set(LOG_CONTEXT.get()._replace(session_id=session_id))
 
 
 def configure_logging(config: ServiceConfig) -> None:

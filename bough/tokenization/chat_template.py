@@ -1,4 +1,4 @@
-"""A model's chat template, which renders a conversation, or its next turn, as text."""
+"""A model's chat template, which renders a conversation, or its next turn, as text, and its variables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 import jinja2
 import jinja2.defaults
@@ -34,6 +34,13 @@ _CANNOT_CONTINUE = (
     "must be false, with the full history: this model's chat template renders a new turn differently from "
     "one history to another"
 )
+FIELD = "chat.chat_template_kwargs"  # the JSON of variables that a request sets
+MAX_LENGTH = 16 * 1024  # characters of JSON
+MAX_DEPTH = 8  # of lists and objects in one another
+MAX_NUMBER = 10**7  # a template may repeat a text so often
+EFFORT, NO_EFFORT = "reasoning_effort", "none"
+SWITCHES = ("enable_thinking", "thinking")  # of Qwen, GLM and others; of DeepSeek and Granite
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
 class ChatTemplate:
@@ -139,3 +146,47 @@ def _to_json(
 ) -> str:
     """JSON as transformers writes it for templates: not escaped for HTML, as jinja2's own filter does."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@lru_cache(maxsize=64)  # a request asks for its choices and for its prompt
+def template_variables(text: str) -> Variables:
+    """The variables of a JSON object, with the switches that "reasoning_effort" implies unless they are in it.
+
+    An effort of "none" switches thoughts off, another one switches them on: few templates read the effort itself.
+
+    Raises:
+        InvalidRequest: it is no such object, or has a variable that no request may set.
+    """
+    if not text:
+        return NONE
+    if len(text) > MAX_LENGTH:
+        raise InvalidRequest(FIELD, f"must have at most {MAX_LENGTH} characters as JSON", len(text))
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise InvalidRequest(FIELD, "must be a JSON object", repr(text[:64])) from exc
+    if not isinstance(given, dict):
+        raise InvalidRequest(FIELD, "must be a JSON object", repr(text[:64]))
+    for name, value in given.items():
+        if not _NAME.fullmatch(name) or name in RESERVED:
+            raise InvalidRequest(FIELD, "must have names of variables that the server does not set", repr(name))
+        _require_plain(name, value, MAX_DEPTH)
+    effort = given.get(EFFORT)
+    switches = dict.fromkeys(SWITCHES, effort != NO_EFFORT) if effort is not None else {}
+    return switches | given
+
+
+def _require_plain(name: str, value: object, depth: int) -> None:
+    """Refuse numbers and depths by which a template could be made to do much work."""
+    match value:
+        case bool() | str() | None:
+            return
+        case int() | float() if abs(value) <= MAX_NUMBER:  # not so for NaN
+            return
+        case int() | float():
+            raise InvalidRequest(FIELD, f"must have numbers of {-MAX_NUMBER} to {MAX_NUMBER}", f"one in {name!r}")
+        case dict() | list() if depth:
+            for inner in [*value.values()] if isinstance(value, dict) else value:
+                _require_plain(name, inner, depth - 1)
+            return
+    raise InvalidRequest(FIELD, f"must be at most {MAX_DEPTH} lists and objects deep", f"more in {name!r}")

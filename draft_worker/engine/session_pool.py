@@ -9,8 +9,7 @@ from bough.errors import NotFound
 from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.protocol.messages import GrowCall
-from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes, common_length, whole_blocks
-from bough.protocol.prefix_index import PrefixIndex
+from bough.protocol.prefix_hash import BLOCK_TOKENS, PrefixIndex, block_hashes, common_length, whole_blocks
 from draft_worker.engine.session import DraftSession, Window
 
 SPARE_ROWS = 512  # added to what a call needs, for the text and expansions to grow

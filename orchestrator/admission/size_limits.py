@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from bough.errors import ContextExceeded, InvalidRequest
-from bough.protocol import codec_checks
+from bough.protocol import codec_generation
 from bough.protocol.codec import MAX_NAME_LENGTH
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, Speculation, TextPrompt, TokenPrompt
 from bough.tokenization.tokenizer import Tokenizer
@@ -19,14 +19,14 @@ def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
     """Raise InvalidRequest for names that `require_name` refuses, and for texts that are not UTF-8."""
     for field in ("request_id", "session_id", "model", "cache_salt"):
         require_name(field, getattr(options, field))
-    codec_checks.require_texts(prompt, options)
+    codec_generation.require_texts(prompt, options)
 
 
 def require_name(field: str, name: str) -> None:
     """Raise InvalidRequest for a name that is too long for a key of the index, or not UTF-8."""
     if len(name) > MAX_NAME_LENGTH:
         raise InvalidRequest(field, f"must have at most {MAX_NAME_LENGTH} characters", len(name))
-    codec_checks.require_text(field, name)
+    codec_generation.require_text(field, name)
 
 
 def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int, limit: str = "") -> None:

@@ -20,8 +20,7 @@ import grpc
 from bough.concurrency.tasks import background, end
 from bough.errors import BoughError, Unavailable
 from bough.processes.compatibility import fetch_tokenizer
-from bough.protocol.generation import WorkerStatus
-from bough.protocol.worker_info import PROTOCOL_VERSION, WorkerInfo
+from bough.protocol.generation import PROTOCOL_VERSION, WorkerInfo, WorkerStatus
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import LEASE_SECONDS, Registry
 from bough.security.access import OPEN, Access

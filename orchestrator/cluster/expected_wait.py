@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bough.protocol.cost_curve import CostCurve
+from bough.protocol.generation import WorkerInfo
 from bough.protocol.messages import VerifyResult
-from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerLoad
 from orchestrator.sizing.round_times import RecentMedian, WorkerTimes
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from bough.errors import InvalidRequest, NotFound, Unavailable
-from bough.protocol.generation import GenerateOptions, ModelInfo
-from bough.protocol.same_fields import like
-from bough.protocol.worker_info import WorkerInfo
+from bough.protocol.codec_fields import like
+from bough.protocol.generation import GenerateOptions, ModelInfo, WorkerInfo
 from bough.registry.records import RequestRecord, SessionRecord
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.same_weights import other_weights, with_weights

@@ -15,9 +15,9 @@ from bough.errors import BoughError, PrefixMissing, Unavailable
 from bough.pb import common_pb2
 from bough.protocol import codec
 from bough.protocol.codec_fields import read
+from bough.protocol.generation import WorkerInfo
 from bough.protocol.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import prefix_hash
-from bough.protocol.worker_info import WorkerInfo
 from bough.rpc.services import DRAFT, TARGET, stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import OPEN, Access

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeAlias, TypeVar
 
 from bough.errors import BoughError
+from bough.protocol.generation import WorkerInfo
 from bough.protocol.messages import VerifyResult
-from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.cluster.expected_wait import Need, UsualRound, expected_seconds

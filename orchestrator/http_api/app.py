@@ -1,4 +1,4 @@
-"""The HTTP routes: OpenAI's API, and what operators need."""
+"""The HTTP routes: OpenAI's API, what operators need, and the static page at /ui."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import difflib
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -19,44 +20,64 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
-from bough.protocol.generation import ModelInfo, TextPrompt
+from bough.protocol.generation import Event, ModelInfo, Prompt, TextPrompt
 from bough.registry.records import WorkerRecord
 from orchestrator.admission.call_limiter import GENERATE, TOKENIZE
 from orchestrator.http_api import chat, completions
-from orchestrator.http_api.answers.answer import Head
-from orchestrator.http_api.answers.spelling import Spell
+from orchestrator.http_api.answers.answer import Head, Spell, TokenBytes
 from orchestrator.http_api.body import BodyReader
-from orchestrator.http_api.exchange import Exchange
-from orchestrator.http_api.fields.constraint import constraint_names
+from orchestrator.http_api.exchange import Exchange, scored_first
 from orchestrator.http_api.fields.errors import ApiError, Json, api_error, invalid
 from orchestrator.http_api.fields.generation import (
     ChatFields,
     CompletionFields,
     DetokenizeFields,
+    GenerationFields,
     RequestFields,
     TokenizeFields,
 )
-from orchestrator.http_api.fields.options import RequestedOutput, choices, template_kwargs
+from orchestrator.http_api.fields.options import (
+    RequestedOutput,
+    RequestLimits,
+    choices,
+    constraint_names,
+    template_kwargs,
+)
 from orchestrator.http_api.fields.tools import chat_tools, tools_of
 from orchestrator.http_api.guard import Guard, HostGuard, RequestIds, tenant_of
-from orchestrator.http_api.merging import scored_first
 from orchestrator.http_api.openapi import document
-from orchestrator.http_api.responses import conversation
+from orchestrator.http_api.responses import fields as response_fields
 from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
 from orchestrator.http_api.responses.fields import NOT_KEPT, ResponseFields
-from orchestrator.http_api.ui import FILES, ROOT, page_routes, root_route
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
 
 SESSION_HEADER = "x-session-id"
 HEALTH, METRICS, DISCOVERY, OPENAPI = "/health", "/metrics", "/service-discovery", "/openapi.json"
 MAX_COMPARED = 128  # characters of an unknown path
+ROOT = "/"
+PAGE = Path(__file__).parent / "page"
+PAGE_FILES: Mapping[str, tuple[str, str]] = {  # by path: file, media type
+    "/ui": ("index.html", "text/html"),
+    "/ui/app.js": ("app.js", "text/javascript"),
+    "/ui/dom.js": ("dom.js", "text/javascript"),
+    "/ui/figures.js": ("figures.js", "text/javascript"),
+    "/ui/tree.js": ("tree.js", "text/javascript"),
+    "/ui/style.css": ("style.css", "text/css"),
+    "/ui/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+PAGE_HEADERS = {
+    # Only these files may run or be shown.
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
 Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 
 
@@ -76,7 +97,7 @@ def http_app(
     api = _Api(requests, figures, BodyReader(requests.call_limiter))
     routes = [
         Route("/v1/chat/completions", _Answered(api.chat, chat.FIELD_NAMES), methods=["POST"]),
-        Route("/v1/responses", _Answered(api.responses, conversation.FIELD_NAMES), methods=["POST"]),
+        Route("/v1/responses", _Answered(api.responses, response_fields.FIELD_NAMES), methods=["POST"]),
         Route("/v1/responses/{response_id:path}", _Answered(api.response), methods=["GET", "POST", "DELETE"]),
         Route("/v1/completions", _Answered(api.completions, completions.FIELD_NAMES), methods=["POST"]),
         Route("/v1/models", _Answered(api.models), methods=["GET"]),
@@ -90,18 +111,27 @@ def http_app(
         Route("/cluster", _Answered(api.cluster), methods=["GET"]),
         Route("/version", _Answered(api.version), methods=["GET"]),
         Route(OPENAPI, _Answered(api.openapi), methods=["GET"]),
-        root_route(has_page=has_page),
+        Route(ROOT, partial(_root, has_page=has_page), methods=["GET"]),
     ]
     open_paths = {ROOT, HEALTH, OPENAPI} | ({METRICS, DISCOVERY} if has_open_figures else set())
     if has_page:  # its own requests carry the key that is typed in there
-        routes += page_routes()
-        open_paths |= FILES.keys()
+        routes += [Route(path, _page_file, methods=["GET"]) for path in PAGE_FILES]
+        open_paths |= PAGE_FILES.keys()
     layers = [Middleware(RequestIds), Middleware(Guard, callers=callers, open_paths=open_paths)]
     if own_name is not None:
         layers.insert(1, Middleware(HostGuard, own_name=own_name))
     app = Starlette(routes=routes, exception_handlers={HTTPException: _refused}, middleware=layers)
     app.router.redirect_slashes = False  # after a redirect, clients that post would follow with GET, or not at all
     return app
+
+
+class _Asked(NamedTuple):
+    """What the paths that generate make of a request alike."""
+
+    head: Head
+    wanted: tuple[RequestedOutput, ...]
+    spell: Spell | None  # if log-probabilities or the trees of rounds are requested
+    streams: Callable[[], AbstractContextManager[list[AsyncGenerator[Event]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +147,20 @@ class _Api:
         fields = await self.bodies.read(request, ChatFields, entered, GENERATE)
         tools = chat_tools(fields.tools, fields.tool_choice, allows_several=fields.parallel_tool_calls)
         variables = template_kwargs(fields.chat_template_kwargs, fields.reasoning_effort)
-        prompts = (chat.chat_prompt(fields.messages, tools, variables),)
-        head = _head("chatcmpl-", fields)
-        limits, most = chat.chat_limits(fields), tenant_of(request).most_at_once
-        wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
-        has_reasoning, options = fields.include_reasoning, fields.stream_options
-        has_rounds, formats = fields.stream and options.include_rounds, self.requests.texts.tool_format
-        spell = self._spell(wanted, has_rounds=has_rounds)
-        answer = chat.ChatAnswer(head, len(wanted), options, spell, tools, formats, has_reasoning)
-        names = chat.FIELD_NAMES | constraint_names(fields)
-        return Exchange(partial(scored_first, tenant_of(request), wanted), answer, names)
+        prompt = chat.chat_prompt(fields.messages, tools, variables)
+        asked = self._asked("chatcmpl-", request, fields, (prompt,), chat.chat_limits(fields))
+        details = tools, self.requests.texts.tool_format, fields.include_reasoning
+        answer = chat.ChatAnswer(asked.head, len(asked.wanted), fields.stream_options, asked.spell, *details)
+        return Exchange(asked.streams, answer, chat.FIELD_NAMES | constraint_names(fields))
 
     async def responses(self, request: Request, entered: ExitStack) -> ASGIApp:
         fields = await self.bodies.read(request, ResponseFields, entered, GENERATE)
         tools = tools_of(fields.tools, "", fields.tool_choice, allows_several=fields.parallel_tool_calls)
-        prompt, names = conversation.conversation(fields, tools)
-        head, limits = _head("resp_", fields), conversation.response_limits(fields)
-        wanted = choices(fields, (prompt,), limits, head.answer_id, _session_id(request, fields))
-        answer = ResponseAnswer(
-            head, repeated(fields, tools), self._spell(wanted), tools, self.requests.texts.tool_format
-        )
-        return Exchange(partial(scored_first, tenant_of(request), wanted), answer, names)
+        prompt, names = response_fields.conversation(fields, tools)
+        asked = self._asked("resp_", request, fields, (prompt,), response_fields.response_limits(fields))
+        formats = self.requests.texts.tool_format
+        answer = ResponseAnswer(asked.head, repeated(fields, tools), asked.spell, tools, formats)
+        return Exchange(asked.streams, answer, names)
 
     async def response(self, request: Request, entered: ExitStack) -> Response:
         """A response of before, which is not kept."""
@@ -146,23 +169,17 @@ class _Api:
     async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:
         fields = await self.bodies.read(request, CompletionFields, entered, GENERATE)
         prompts = tuple(map(completions.text_prompt, fields.prompt))
-        head = _head("cmpl-", fields)
-        limits, most = completions.completion_limits(fields), tenant_of(request).most_at_once
-        wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
+        limits = completions.completion_limits(fields)
+        asked = self._asked("cmpl-", request, fields, prompts, limits)
         echoes = [""] * len(prompts)
         if fields.echo:
             echoes = await completions.echoes(prompts, self.requests.texts, fields.model)
+        options, num_choices = fields.stream_options, len(asked.wanted) // len(prompts)
         answer = completions.CompletionAnswer(
-            head,
-            echoes,
-            len(wanted) // len(prompts),
-            fields.stream_options,
-            self._spell(wanted, has_rounds=fields.stream and fields.stream_options.include_rounds),
-            limits.prompt_logprobs,
+            asked.head, echoes, num_choices, options, asked.spell, limits.prompt_logprobs
         )
         names = completions.FIELD_NAMES | constraint_names(fields)
-        streams = partial(scored_first, tenant_of(request), wanted)
-        return Exchange(lambda: completions.with_places(streams(), names, len(prompts)), answer, names)
+        return Exchange(lambda: completions.with_places(asked.streams(), names, len(prompts)), answer, names)
 
     async def models(self, request: Request, entered: ExitStack) -> Response:
         cards = [self._card(model) for model in self.requests.models()]
@@ -223,19 +240,23 @@ class _Api:
     async def openapi(self, request: Request, entered: ExitStack) -> Response:
         return JSONResponse(document())
 
-    def _spell(self, wanted: tuple[RequestedOutput, ...], *, has_rounds: bool = False) -> Spell | None:
-        """The function that spells a model's tokens, if log-probabilities or the trees of rounds are requested."""
-        if wanted[0].options.logprobs is None and not has_rounds:
-            return None
-        return lambda model: self.requests.texts.tokenizer(model).token_bytes
+    def _asked(
+        self, kind: str, request: Request, fields: RequestFields, prompts: tuple[Prompt, ...], limits: RequestLimits
+    ) -> _Asked:
+        """Raises as `choices` does, and ApiError for two session ids."""
+        head = Head(f"{kind}{fields.request_id or uuid.uuid4().hex}", int(time.time()), fields.stream)
+        tenant = tenant_of(request)
+        wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), tenant.most_at_once)
+        has_rounds = fields.stream and isinstance(fields, GenerationFields) and fields.stream_options.include_rounds
+        spell = self._spell if limits.logprobs is not None or has_rounds else None
+        return _Asked(head, wanted, spell, partial(scored_first, tenant, wanted))
+
+    def _spell(self, model: str) -> TokenBytes:
+        return self.requests.texts.tokenizer(model).token_bytes
 
     def _card(self, model: ModelInfo) -> Json:
         card: Json = {"id": model.model_name, "object": "model", "created": self.born, "owned_by": "bough"}
         return card | {"max_model_len": model.max_context}
-
-
-def _head(kind: str, fields: RequestFields) -> Head:
-    return Head(f"{kind}{fields.request_id or uuid.uuid4().hex}", int(time.time()), fields.stream)
 
 
 def _session_id(request: Request, fields: RequestFields) -> str:
@@ -286,3 +307,17 @@ def _nearest(app: Starlette, path: str) -> str:
     paths = [re.sub(r":\w+}", "}", route.path) for route in app.routes if isinstance(route, Route)]
     nearest = difflib.get_close_matches(path, paths, n=1, cutoff=0.7)
     return f"the nearest path is {nearest[0]}" if nearest else f"the paths are {', '.join(paths)}"
+
+
+async def _root(request: Request, *, has_page: bool) -> Response:
+    """Browsers are sent to the page at /ui, if it is served; programs get the main paths."""
+    if has_page and "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse("/ui")
+    paths = {"models": "/v1/models", "chat": "/v1/chat/completions", "health": "/health"}
+    return JSONResponse({"name": "bough"} | paths | ({"ui": "/ui"} if has_page else {}))
+
+
+async def _page_file(request: Request) -> Response:
+    """A file of the page, which uses the same API as other clients; read at each request."""
+    name, media_type = PAGE_FILES[request.url.path]
+    return Response((PAGE / name).read_bytes(), media_type=media_type, headers=PAGE_HEADERS)

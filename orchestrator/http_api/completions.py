@@ -9,13 +9,18 @@ from http import HTTPStatus
 from bough.errors import InvalidRequest
 from bough.protocol.generation import Event, Finished, Prompt, PromptLogprobs, Started, TextPrompt, TokenPrompt, Tokens
 from bough.tokenization.tokenizer import Tokenizer
-from orchestrator.http_api.answers.answer import Completion, Head
-from orchestrator.http_api.answers.spelling import Spell, TokensSpelled, completion_logprobs, prompt_logprobs
+from orchestrator.http_api.answers.answer import (
+    Completion,
+    Head,
+    Spell,
+    TokensSpelled,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from orchestrator.http_api.chat import chat_prompt
-from orchestrator.http_api.fields.constraint import response_constraint
 from orchestrator.http_api.fields.errors import ApiError, Json, api_error, invalid
 from orchestrator.http_api.fields.generation import CompletionFields, StreamOptions, TextOrTokens, TokenizeFields
-from orchestrator.http_api.fields.options import RequestLimits, template_kwargs
+from orchestrator.http_api.fields.options import RequestLimits, response_constraint, template_kwargs
 from orchestrator.http_api.fields.tools import chat_tools
 from orchestrator.serving.model_texts import ModelTexts
 
@@ -32,24 +37,23 @@ def text_prompt(prompt: TextOrTokens) -> TextPrompt | TokenPrompt:
     return TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
 
 
-def place_names(num_prompts: int) -> list[dict[str, str]]:
-    """Names of each prompt's fields for error messages: of several prompts, by its place among them."""
-    ours = ("prompt", "tokens", *(name for name, theirs in FIELD_NAMES.items() if theirs == "prompt"))
-    places = ["prompt"] if num_prompts == 1 else [f"prompt[{index}]" for index in range(num_prompts)]
-    return [dict.fromkeys(ours, place) for place in places]
+def place_names(index: int, num_prompts: int) -> dict[str, str]:
+    """Names of a prompt's fields for error messages: of several prompts, by its place among them."""
+    place = "prompt" if num_prompts == 1 else f"prompt[{index}]"
+    return dict.fromkeys(("prompt", "tokens", "text", "token_ids.ids", "token_ids"), place)
 
 
 async def echoes(prompts: Sequence[TextPrompt | TokenPrompt], texts: ModelTexts, model: str) -> list[str]:
     """The prompts as texts, for answers to begin with. Raises ApiError naming the invalid one."""
     told = []
-    for prompt, names in zip(prompts, place_names(len(prompts)), strict=True):
+    for index, prompt in enumerate(prompts):
         if isinstance(prompt, TextPrompt):
             told.append(prompt.text)
             continue
         try:
             told.append(await texts.text(prompt.token_ids, model, Tokenizer.decode_prompt))
         except InvalidRequest as exc:
-            raise api_error(exc, names) from exc
+            raise api_error(exc, place_names(index, len(prompts))) from exc
     return told
 
 
@@ -58,10 +62,9 @@ def with_places(
     opened: AbstractContextManager[Sequence[AsyncGenerator[Event]]], names: Mapping[str, str], num_prompts: int
 ) -> Iterator[list[AsyncGenerator[Event]]]:
     """Streams of as many of each prompt, whose errors name the prompt that they are of."""
-    places = place_names(num_prompts)
     with opened as streams:
         yield [
-            _named(stream, {**names, **places[index * num_prompts // len(streams)]})
+            _named(stream, {**names, **place_names(index * num_prompts // len(streams), num_prompts)})
             for index, stream in enumerate(streams)
         ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from http import HTTPStatus
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -99,33 +98,20 @@ def _post(summary: str, body: type[Fields], answer: str, stream: str = "", *para
     content: Schema = {"application/json": {"schema": _ref(answer)}}
     if stream:
         content["text/event-stream"] = {"schema": {"type": "string", "description": f"with `stream`: {stream}"}}
-    return {
-        "post": {
-            "summary": summary,
-            "parameters": [*parameters],
-            "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body.__name__)}}},
-            "responses": {"200": {"description": "the answer", "content": content}} | _refusals(),
-        }
-    }
+    given = {"required": True, "content": {"application/json": {"schema": _ref(body.__name__)}}}
+    return {"post": _operation(summary, content, *parameters) | {"requestBody": given}}
 
 
 def _get(summary: str, answer: Schema, parameter: str = "", media_type: str = "application/json") -> Schema:
-    content = {media_type: {"schema": answer}}
     described = [_parameter(parameter, "path", f"the {parameter}", TEXT)] if parameter else []
-    return {
-        "get": {
-            "summary": summary,
-            "parameters": described,
-            "responses": {"200": {"description": "the answer", "content": content}} | _refusals(),
-        }
-    }
+    return {"get": _operation(summary, {media_type: {"schema": answer}}, *described)}
 
 
-def _refusals() -> Schema:
-    content = {"application/json": {"schema": _ref("Error")}}
-    return {
-        str(HTTPStatus(status).value): {"description": text, "content": content} for status, text in REFUSALS.items()
-    }
+def _operation(summary: str, content: Schema, *parameters: Schema) -> Schema:
+    refused = {"application/json": {"schema": _ref("Error")}}
+    responses = {"200": {"description": "the answer", "content": content}}
+    responses |= {str(status): {"description": text, "content": refused} for status, text in REFUSALS.items()}
+    return {"summary": summary, "parameters": [*parameters], "responses": responses}
 
 
 def _parameter(name: str, place: str, description: str, schema: Schema) -> Schema:
@@ -149,6 +135,12 @@ def _object(optional: Schema | None = None, **required: Schema) -> Schema:
     """An object of exactly these fields, those of `optional` perhaps."""
     fields = required | (optional or {})
     return {"type": "object", "properties": fields, "required": [*required], "additionalProperties": False}
+
+
+def _choice(logprobs: Schema, **told: Schema) -> Schema:
+    """A choice in a chunk, whose last one says why it ended."""
+    ending = {"finish_reason": _maybe(_FINISH), "logprobs": _maybe(logprobs)}
+    return _object({"stop_reason": _ENDING["stop_reason"]}, index=COUNT, **ending, **told)
 
 
 _TOKEN = {"token": TEXT, "logprob": NUMBER, "bytes": _list(COUNT)}
@@ -194,9 +186,7 @@ _IDS = {"id": TEXT, "created": COUNT, "model": TEXT}
 _CHUNK_FIGURES = {"usage": _maybe(_ref("Usage")), "metrics": ANYTHING} | _WARNINGS
 _MODEL = _object(id=TEXT, object={"const": "model"}, created=COUNT, owned_by={"const": "bough"}, max_model_len=COUNT)
 ANSWERS: Schema = {
-    "Error": _object(
-        error=_object(message=TEXT, type=TEXT, param=_maybe(TEXT), code=_maybe(TEXT)),
-    ),
+    "Error": _object(error=_object(message=TEXT, type=TEXT, param=_maybe(TEXT), code=_maybe(TEXT))),
     "Usage": _USAGE,
     "ChatCompletion": _object(
         _WARNINGS,
@@ -210,29 +200,13 @@ ANSWERS: Schema = {
         _CHUNK_FIGURES,
         **_IDS,
         object={"const": "chat.completion.chunk"},
-        choices=_list(
-            _object(
-                {"stop_reason": _ENDING["stop_reason"]},
-                index=COUNT,
-                delta=_DELTA,
-                logprobs=_maybe(_CHAT_LOGPROBS),
-                finish_reason=_maybe(_FINISH),
-            )
-        ),
+        choices=_list(_choice(_CHAT_LOGPROBS, delta=_DELTA)),
     ),
     "Completion": _object(
         _CHUNK_FIGURES,
         **_IDS,
         object={"const": "text_completion"},
-        choices=_list(
-            _object(
-                {"stop_reason": _ENDING["stop_reason"]},
-                index=COUNT,
-                text=TEXT,
-                logprobs=_maybe(_TEXT_LOGPROBS),
-                finish_reason=_maybe(_FINISH),
-            )
-        ),
+        choices=_list(_choice(_TEXT_LOGPROBS, text=TEXT)),
     ),
     "Models": _object(object={"const": "list"}, data=_list(_MODEL)),
     "Model": _MODEL,

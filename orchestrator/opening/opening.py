@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
-from bough.protocol.generation import GenerateOptions, Prompt, Tokens
+from bough.protocol.codec_fields import like
+from bough.protocol.generation import GenerateOptions, Prompt, Tokens, WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length, whole_blocks
-from bough.protocol.same_fields import like
 from bough.protocol.sampling_params import MAX_LOGPROBS, SamplingParams, StopConditions
-from bough.protocol.worker_info import WorkerInfo, weights_differ
 from bough.registry.records import RequestRecord, SessionRecord
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import Scheme

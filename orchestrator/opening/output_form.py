@@ -12,11 +12,9 @@ from weakref import WeakValueDictionary
 
 from bough.errors import InvalidRequest
 from bough.grammar.grammar import CACHE_SALT, NUM_PROCESSES, grammar_of
-from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, ToolChoice, Tools
-from bough.protocol.thoughts import Channels, Thoughts
+from bough.protocol.generation import Channels, ChatPrompt, GenerateOptions, Prompt, Thoughts, ToolChoice, Tools
 from bough.tokenization.tokenizer import Tokenizer
-from orchestrator.reasoning.formats import HARMONY_NAME, shown
-from orchestrator.reasoning.grammar import after_thoughts
+from orchestrator.reasoning.formats import HARMONY_NAME, after_thoughts, shown
 from orchestrator.tools.formats import format_of
 from orchestrator.tools.harmony import HARMONY
 

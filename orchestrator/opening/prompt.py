@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from bough.errors import InvalidRequest
 from bough.protocol.codec import require_tokens
 from bough.protocol.generation import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from bough.tokenization.chat_template import Variables
-from bough.tokenization.template_variables import template_variables
+from bough.tokenization.chat_template import Variables, template_variables
 from bough.tokenization.tokenizer import Tokenizer
-from orchestrator.tools.tool_prompt import has_fields, tool_prompt
+from orchestrator.tools.formats import has_fields, tool_prompt
 
 
 def whole_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:

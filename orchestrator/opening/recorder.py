@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from bough.concurrency.tasks import end
 from bough.errors import NotFound, StaleEpoch, Unavailable
+from bough.protocol.codec_fields import like
 from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes
-from bough.protocol.same_fields import like
 from bough.protocol.sampling_params import SamplingParams
 from bough.registry.records import RequestRecord, SessionRecord
 from bough.registry.registry import Registry

@@ -1,15 +1,18 @@
-"""Which marks a model's thoughts have: those in its chat template, or those that the operator names."""
+"""Which marks a model's thoughts have, those in its template or those that the operator names, and their grammar."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bough.config.processes import ANY_REASONING
-from bough.protocol.generation import ChatPrompt, Prompt
-from bough.protocol.thoughts import Beginning, Channels, Thoughts
-from bough.tokenization.tokenizer import Tokenizer
-from orchestrator.tools.harmony import END, MARKS, START
+from bough.grammar.grammar import before
+from bough.protocol.generation import Beginning, Channels, ChatPrompt, Prompt, Thoughts
+from bough.tokenization.tokenizer import AddedTokens, Tokenizer
+from orchestrator.tools.call_syntax import written
+from orchestrator.tools.harmony import END, MARKS, MESSAGE, START, messages_grammar
+from orchestrator.tools.tool_format import ranges
 
 TAIL = 24  # tokens of a prompt among which a mark at its end is, also where it is no token of its own
 
@@ -72,3 +75,29 @@ def shown(thoughts: Thoughts | Channels | None, tokenizer: Tokenizer) -> Mapping
     marks: Sequence[str] = (thoughts.begin, thoughts.end) if isinstance(thoughts, Thoughts) else ()
     marks = MARKS if isinstance(thoughts, Channels) else marks
     return {token_id: text for token_id, text in tokenizer.special_tokens.items() if text in marks}
+
+
+def after_thoughts(field: str, grammar: str, thoughts: Thoughts | Channels, added_tokens: AddedTokens) -> str:
+    """The grammar of an output whose thoughts are free, and the rest of which has this grammar, that `field` demands.
+
+    Thoughts are text up to the mark of their end, whether that is one token or spelled with several. They must end if
+    the prompt has opened them; else there may be none. After them there may be two line breaks, as models write them.
+    Raises InvalidRequest if the grammar would be too large.
+    """
+    if isinstance(thoughts, Channels):
+        is_open = MESSAGE in thoughts.header
+        return grammar if is_open else messages_grammar(field, "answer", (), grammar, added_tokens)
+    if thoughts.beginning is Beginning.AFTER:
+        return grammar
+    others = ranges(sorted(token.token_id for text, token in added_tokens.items() if text != thoughts.end))
+    end = f" | TEXT? {written(thoughts.end, added_tokens)}" if thoughts.end in added_tokens else ""
+    after = "thoughts GAP @answer"
+    rules = [
+        f"start: {after}" if thoughts.beginning is Beginning.INSIDE else f"start: @answer | GAP begin {after}",
+        f"begin: {written(thoughts.begin, added_tokens)}",
+        f"thoughts: (TEXT? <[{others}]>)* (spelled{end})" if others else f"thoughts: spelled{end}",
+        r"GAP: /\n{0,2}/",
+        r"TEXT: /(.|\n)+/",
+        rf"spelled[lazy]: /(.|\n)*/ {json.dumps(thoughts.end)}",
+    ]
+    return before(field, "\n".join(rules), grammar)

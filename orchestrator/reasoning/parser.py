@@ -1,12 +1,19 @@
-"""Parts the thoughts of an answer from what follows them, while its text is generated."""
+"""Parts the thoughts of an answer from its content, between marks or as messages, while its text is generated."""
 
 from __future__ import annotations
 
+import re
 from enum import Enum, auto
 from typing import NamedTuple
 
-from bough.protocol.thoughts import Beginning, Thoughts
+from bough.protocol.generation import Beginning, Channels, Thoughts
 from orchestrator.sessions.detokenizer import overlap
+from orchestrator.tools.harmony import CALL, CHANNEL, CONSTRAIN, MARKS, MESSAGE, RECIPIENT, START
+from orchestrator.tools.named_call import NAME
+
+_HEADER_BEGINS = CHANNEL, MESSAGE, START, "to="
+_CHANNEL, _RECIPIENT = re.compile(re.escape(CHANNEL) + r"\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
+_FUNCTION = re.compile(re.escape(RECIPIENT) + f"({NAME})")
 
 
 class Parted(NamedTuple):
@@ -91,3 +98,113 @@ class ReasoningParser:
         self._in = _AnswerPart.BETWEEN if found else _AnswerPart.THOUGHTS
         self._has_told = self._has_told or bool(certain)
         return certain
+
+
+class _MessagePart(Enum):
+    BEGINNING = auto()  # the first header, unless what comes is no header
+    HEADER = auto()
+    THOUGHTS = auto()
+    CONTENT = auto()
+    BEFORE_CALL = auto()  # whether the body is an object is not certain
+    CALL = auto()
+
+
+class HarmonyParser:
+    """Reads one output. What is certain is told; joined, it is the same in whatever pieces the text came.
+
+    Calls are part of the content, as `orchestrator.tools.harmony.HARMONY` reads them. Where none are looked for, and
+    where a message goes to something else than a function, its text counts as thoughts. An output without headers is
+    content.
+    """
+
+    def __init__(self, channels: Channels, *, has_calls: bool) -> None:
+        self._header, self._has_calls = channels.header, has_calls
+        self._name = ""  # of the function that is called
+        self._in = _MessagePart.BEGINNING
+        self._text = ""  # not told yet
+        self._gap = dict.fromkeys(
+            (_MessagePart.THOUGHTS, _MessagePart.CONTENT), ""
+        )  # before the next message of a kind
+        self.has_thoughts = False
+        self.is_before_content = True
+        if MESSAGE in channels.header:
+            self._begin_body(channels.header.partition(MESSAGE)[0])
+
+    def push(self, text: str) -> Parted:
+        """Read a further piece of the text."""
+        self._text += text
+        thoughts, content = "", ""
+        while (read := self._read()) is not None:
+            thoughts, content = thoughts + read.thoughts, content + read.content
+        return Parted(thoughts, content)
+
+    def finish(self) -> Parted:
+        """What remains at the end of the text, which may be cut off anywhere; a header that was cut off is none."""
+        rest, self._text = self._text, ""
+        if self._in is _MessagePart.BEGINNING and not any(mark in rest for mark in MARKS):
+            self._in = _MessagePart.CONTENT
+        is_open = self._in in (_MessagePart.THOUGHTS, _MessagePart.CONTENT, _MessagePart.CALL) and bool(rest)
+        return self._told(rest) if is_open else Parted("", "")
+
+    def _read(self) -> Parted | None:
+        """Read what is certain; None if more must come."""
+        if self._in is _MessagePart.BEGINNING:
+            text = self._text.lstrip()
+            if not text or any(mark.startswith(text) for mark in _HEADER_BEGINS):
+                return None
+            self._in = _MessagePart.HEADER if text.startswith(_HEADER_BEGINS) else _MessagePart.CONTENT
+            self.is_before_content = self._in is _MessagePart.HEADER
+        if self._in is _MessagePart.HEADER:
+            header, found, rest = self._text.partition(MESSAGE)
+            if not found:
+                return None
+            self._text = rest
+            self._begin_body(self._header + header)
+        if self._in is _MessagePart.BEFORE_CALL:
+            return self._read_call_begin()
+        return self._read_body()
+
+    def _begin_body(self, header: str) -> None:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        self._header = ""
+        if recipient is not None:
+            function = _FUNCTION.fullmatch(recipient[1]) if self._has_calls else None
+            self._name = function[1] if function is not None else ""
+            self._in = _MessagePart.THOUGHTS if function is None else _MessagePart.BEFORE_CALL
+        else:
+            self._in = (
+                _MessagePart.THOUGHTS if channel is not None and channel[1] == "analysis" else _MessagePart.CONTENT
+            )
+        self.has_thoughts = self.has_thoughts or self._in is _MessagePart.THOUGHTS
+        self.is_before_content = self.is_before_content and self._in is _MessagePart.THOUGHTS
+
+    def _read_call_begin(self) -> Parted | None:
+        """Begin a call if its body is an object; what else is said to a function counts as thoughts."""
+        body = self._text.lstrip()
+        if not body:
+            return None
+        self._in = _MessagePart.CALL if body.startswith("{") else _MessagePart.THOUGHTS
+        self.has_thoughts = self.has_thoughts or self._in is _MessagePart.THOUGHTS
+        return Parted("", f"{CALL}{self._name}{MESSAGE}") if self._in is _MessagePart.CALL else Parted("", "")
+
+    def _read_body(self) -> Parted | None:
+        text = self._text
+        found = min(((begin, mark) for mark in MARKS if (begin := text.find(mark)) >= 0), default=None)
+        if found is None:
+            certain = len(text) - max(overlap(text, mark) for mark in MARKS)
+            self._text = text[certain:]
+            return self._told(text[:certain]) if certain else None
+        begin, mark = found
+        parted, is_kept = self._told(text[:begin]), mark in (START, CHANNEL)  # of the next header
+        self._text = text[begin if is_kept else begin + len(mark) :]
+        if mark not in (MESSAGE, CONSTRAIN):  # which end nothing, and should not be there
+            if self._in in self._gap:
+                self._gap[self._in] = "\n"
+            self._in = _MessagePart.HEADER
+        return parted
+
+    def _told(self, text: str) -> Parted:
+        """A piece of a body, after a line break if messages of its kind came before."""
+        if text and self._in in self._gap:
+            text, self._gap[self._in] = self._gap[self._in] + text, ""
+        return Parted(text, "") if self._in is _MessagePart.THOUGHTS else Parted("", text)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, InvalidRequest, InvalidTree, Unavailable
+from bough.protocol.codec_fields import like
 from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import PromptLogprobs, Tokens
 from bough.protocol.messages import GrowResult, VerifyResult
-from bough.protocol.same_fields import like
-from bough.telemetry.log_context import log_session
+from bough.telemetry.logs import log_session
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import TreePlan
 from orchestrator.cluster.directory import Directory

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, NoAnswer, Preempted, StaleEpoch, Unavailable
-from bough.protocol.worker_info import weights_differ
+from bough.protocol.generation import weights_differ
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need, expected_wait
 from orchestrator.cluster.target_place import PlaceState, SlotQueue, TargetPlace

@@ -11,8 +11,16 @@ from bough import __version__
 from bough.config.processes import OrchestratorConfig
 from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.decision import Decision
-from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Tokens
-from bough.protocol.worker_info import PROTOCOL_VERSION
+from bough.protocol.generation import (
+    PROTOCOL_VERSION,
+    Event,
+    GenerateOptions,
+    Loads,
+    ModelInfo,
+    Prompt,
+    ServerInfo,
+    Tokens,
+)
 from bough.telemetry.tracing import CURRENT_SPAN
 from bough.trees.scheme_acceptance import SchemeAcceptance
 from orchestrator.admission.active_streams import Running, Stream

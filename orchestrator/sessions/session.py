@@ -12,21 +12,23 @@ import numpy as np
 from bough.errors import BoughError
 from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import (
+    Channels,
     Event,
     Finished,
     GenerateOptions,
     Speculation,
     SpeculationMetrics,
     Started,
+    Thoughts,
     Tokens,
     Usage,
     VerifiedTree,
+    WorkerInfo,
+    weights_differ,
 )
 from bough.protocol.messages import VerifyResult
 from bough.protocol.prefix_hash import TokenHistory
 from bough.protocol.sampling_params import UNLIMITED, SamplingParams, StopConditions
-from bough.protocol.thoughts import Channels, Thoughts
-from bough.protocol.worker_info import WorkerInfo, weights_differ
 from bough.registry.records import SessionRecord
 from bough.telemetry.tracing import NO_SPAN, Span
 from bough.trees.tree import Tree

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from bough.protocol.generation import Event, Finished, GenerateOptions, Started, Tokens
 from bough.telemetry.call_context import CALLER_TRACEPARENT
-from bough.telemetry.log_context import LOG_CONTEXT
+from bough.telemetry.logs import LOG_CONTEXT
 from bough.telemetry.spans import Attributes
 from bough.telemetry.tracing import CURRENT_SPAN, Span, Tracer
 

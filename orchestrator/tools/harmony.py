@@ -2,7 +2,7 @@
 
     <|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>
 
-The end of a call ends the output. `orchestrator.reasoning.harmony` reads the messages, and writes calls plainly for the
+The end of a call ends the output. `orchestrator.reasoning.parser` reads the messages, and writes calls plainly for the
 parser of this format: `<|call|>name<|message|>{...}`.
 """
 

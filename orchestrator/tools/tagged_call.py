@@ -1,19 +1,38 @@
-"""A call that is its function's name and, between tags, the name and value of each argument."""
+"""A call that is its function's name and, between tags, the name and value of each argument.
+
+Its schema tells how an argument's value is read and what rules of a grammar allow: texts as they are, others as JSON.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn
 
 from bough.errors import InvalidRequest
-from bough.grammar.grammar import ANY_OBJECT
+from bough.grammar.grammar import ANY_OBJECT, embedded_schema
 from bough.protocol.generation import Function
 from orchestrator.sessions.detokenizer import overlap
-from orchestrator.tools.argument_types import TEXT, Schema, argument_types, json_text
 from orchestrator.tools.call_syntax import CallReader, Write
 from orchestrator.tools.named_call import NamedCall, NamedSyntax
-from orchestrator.tools.tagged_rules import argument_rules, value_rules
+
+Schema = dict[str, Any]
+
+TEXT = frozenset({"string"})
+_NO_LIST = ("enum", "const", "minProperties", "maxProperties", "patternProperties")
+_ANY = r"(.|\n)*"
+_NEVER = r"[^\s\S]"  # matches nothing
+ALTERNATIVES = ("$ref", "allOf", "anyOf", "oneOf")
+_IMPLIED = {"properties": "object", "additionalProperties": "object", "items": "array"}  # where no type is given
+_TYPES = {
+    bool: "boolean", type(None): "null", int: "number", float: "number", str: "string", list: "array", dict: "object"
+}  # fmt: skip
+_AS_PYTHON_WRITES = {"True": "true", "False": "false", "None": "null"}  # as some templates do
+_MAX_DEPTH = 8  # of references and alternatives in one another
+_MAX_BRANCHES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +136,167 @@ class TaggedCall(NamedCall):
 
     def _kept(self, text: str) -> int:
         return max(overlap(text, self._closing), overlap(text, f"\n{self._closing}"))
+
+
+class ArgumentRules(NamedTuple):
+    """The rules of an argument's value and the text after it, the first of which has this name."""
+
+    name: str
+    is_required: bool
+    rules: list[str]
+
+
+def argument_rules(name: str, parameters: str, after_value: str, write: Write) -> dict[str, ArgumentRules]:
+    """Rules by the names of the arguments that a schema lists; their own begin with `name`. Raises InvalidRequest."""
+    root = json.loads(parameters)
+    if odd := [key for key in (*ALTERNATIVES, *_NO_LIST) if key in root]:
+        raise InvalidRequest("constraint", f"must have no {odd[0]} beside its type, as this model names each argument")
+    required, properties = root.get("required", []), dict(root.get("properties", {}))
+    properties |= {key: {} for key in required if key not in properties}
+    return {
+        key: ArgumentRules(rule, key in required, value_rules(rule, schema, root, after_value, write))
+        for index, (key, schema) in enumerate(properties.items())
+        for rule in [f"{name}_{index}"]
+    }
+
+
+def value_rules(name: str, schema: object, root: Schema, after_value: str, write: Write) -> list[str]:
+    """The rule of this name and those that it needs, of a value of a schema, a part of `root`, and the text after it.
+
+    Raises InvalidRequest if the schema says what such rules cannot.
+    """
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    closing, tag = after_value.rstrip(), after_value.strip()
+    options, rules = list[str](), list[str]()
+    for index, branch in enumerate(branches(schema, root)):
+        part, types = f"{name}_{index}", types_of(branch)
+        if types and types != TEXT:
+            options.append(f"{part} {write(after_value)}")
+            rules.append(f"{part}: %json {embedded_schema(json.dumps(branch | shared))}")
+        elif types and "enum" in branch:
+            if unreadable := [text for text in branch["enum"] if tag in text]:
+                raise InvalidRequest(
+                    "constraint", f"must have no enum with {tag}, which ends it", repr(unreadable[0][:64])
+                )
+            options += [write(f"{text}{after_value}") for text in branch["enum"]]
+        else:
+            terminal, after = part.upper(), write(after_value.removeprefix(closing))
+            options.append(f"{part} {after}")
+            options += [f"{terminal} {token} {after}"] if (token := write(closing)) != json.dumps(closing) else []
+            rules += [f"{terminal}: {_text(branch, tag)}", f"{part}[lazy]: {terminal} {json.dumps(closing)}"]
+    return [f"{name}: {' | '.join(options)}", *rules]
+
+
+def _text(schema: Schema, tag: str) -> str:
+    """A terminal of texts of a schema without the tag that would end them."""
+    if odd := [key for key in (*ALTERNATIVES, "enum") if key in schema]:  # an enum that allows nothing
+        raise InvalidRequest("constraint", f"must have no such {odd[0]} of an argument that may be a text")
+    terms = [f"/(.|\\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/"]
+    if pattern := schema.get("pattern"):
+        terms.append(_found(pattern))
+    end = re.escape(tag).replace("/", "\\/")
+    return " & ".join([*terms, f"~/{_ANY}{end}{_ANY}/"])
+
+
+def _found(pattern: str) -> str:
+    """A terminal of texts in which a pattern is found; its anchors match nothing but the ends of the text."""
+    parts = {}  # by the pattern in them, as the later of two with the same one allow more
+    for before, begin in (("", "^"), (_ANY, _NEVER)):
+        for after, end in (("", "$"), (_ANY, _NEVER)):
+            inner = _anchored(pattern, begin, end)
+            parts[inner] = f"/{before}({inner}){after}/"
+    return f"({' | '.join(parts.values())})"
+
+
+def _anchored(pattern: str, begin: str, end: str) -> str:
+    """A pattern with these in place of its anchors, as llguidance's Lark spells it."""
+    written, depth = "", 0  # of classes of characters
+    for part in re.findall(r"\\.|\[\^?\]?|.", pattern, re.DOTALL):
+        depth += part.startswith("[") - (part == "]" and depth > 0)
+        if depth == 0:
+            part = {"^": begin, r"\A": begin, "$": end, r"\z": end}.get(part, part)
+        written += {"/": r"\/", "\n": r"\n"}.get(part, part)
+    return written
+
+
+def argument_types(parameters: Schema, key: str) -> frozenset[str] | None:
+    """The types of JSON that an argument may have, None if the schema does not tell; integers are numbers."""
+    properties = parameters.get("properties")
+    schema = properties.get(key) if isinstance(properties, dict) else None
+    types = [types_of(branch) for branch in branches(schema, parameters)]
+    return frozenset[str]().union(*types) if all(types) else None
+
+
+def json_text(value: str, types: frozenset[str] | None) -> str:
+    """The JSON of a value of one of these types, None if they are not known: JSON as it is, if it may be that."""
+    word = value.strip()
+    if types is not None and "string" not in types:
+        word = _AS_PYTHON_WRITES.get(word, word)
+    try:
+        kind = _TYPES[type(json.loads(word, parse_constant=_refuse))]
+    except (ValueError, RecursionError):
+        kind = "string"
+    is_json = kind != "string" and (types is None or kind in types or "string" not in types)
+    return word if is_json else json.dumps(value, ensure_ascii=False)
+
+
+def types_of(branch: Schema) -> frozenset[str]:
+    """The types of JSON of a branch; none if it allows any."""
+    if "enum" in branch:
+        return frozenset(_TYPES[type(value)] for value in branch["enum"])
+    return frozenset("number" if name == "integer" else name for name in branch.get("type", ()))
+
+
+def branches(schema: object, root: Schema) -> list[Schema]:
+    """Schemas of which a value has one, each of texts alone, of other values alone, or of any type.
+
+    A schema that nobody has checked may be as odd as it likes: then it is one of any type.
+    """
+    found = list(islice(_split(schema, root, 0), _MAX_BRANCHES + 1))
+    return found if len(found) <= _MAX_BRANCHES else [{"anyOf": []}]
+
+
+def _split(schema: object, root: Schema, depth: int) -> Iterator[Schema]:
+    if not isinstance(schema, dict):
+        yield {}
+    elif depth < _MAX_DEPTH and (within := _alternatives(schema, root)):
+        for one in within:
+            yield from _split(one, root, depth + 1)
+    elif isinstance(values := [schema["const"]] if "const" in schema else schema.get("enum"), list):
+        texts = [value for value in values if isinstance(value, str)]
+        others = [value for value in values if not isinstance(value, str)]
+        lists: list[list[Any]] = [part for part in (texts, others) if part]
+        # An empty enum is a branch too: else many of them would be searched in vain for the first.
+        yield from ({"enum": part} for part in lists or [[]])
+    else:
+        named = schema.get("type", [name for key, name in _IMPLIED.items() if key in schema][:1])
+        names = [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
+        parts = [name for name in names if name == "string"], [name for name in names if name != "string"]
+        untyped = {key: value for key, value in schema.items() if key not in ("type", "enum")}
+        yield from (untyped | {"type": part} for part in parts if part)
+        if not names:
+            yield untyped
+
+
+def _alternatives(schema: Schema, root: Schema) -> list[Schema]:
+    """What one of a schema's references or alternatives stands for, each with what stands beside it."""
+    for key in ALTERNATIVES:
+        given = schema.get(key)
+        listed = [_referred(given, root)] if key == "$ref" else given if isinstance(given, list) else []
+        within = [one for one in listed if isinstance(one, dict)]
+        if within and len(within) == len(listed) and (len(within) == 1 or key in ("anyOf", "oneOf")):
+            beside = {name: value for name, value in schema.items() if name != key}
+            return [beside | one for one in within]
+    return []
+
+
+def _referred(reference: object, root: Schema) -> object:
+    """What a reference within the schema refers to; None if that is nothing."""
+    found: object = root
+    for part in str(reference).removeprefix("#/").split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)  # NaN and Infinity are no JSON

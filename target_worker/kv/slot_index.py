@@ -8,8 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from bough.model.kv.arena import Arena
-from bough.protocol.prefix_hash import BLOCK_TOKENS, common_length, whole_blocks
-from bough.protocol.prefix_index import PrefixIndex, PrefixMatch
+from bough.protocol.prefix_hash import BLOCK_TOKENS, PrefixIndex, PrefixMatch, common_length, whole_blocks
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text
 
 # Taking rows looks at every slot. More texts than so many would not be found again much more often, and where they are

@@ -28,11 +28,10 @@ from bough.config.processes import (
 )
 from bough.config.reader import parse, variable
 from bough.processes.process import advertised
+from bough.registry.connection import read_address
 from bough.registry.registry import Quota
-from bough.registry.url import read_address
 from bough.runtime.connections import MAX_CONNECTIONS
-from bough.security.access import certificate_files
-from bough.security.guarded import require_guarded
+from bough.security.access import certificate_files, require_guarded
 from deploy.check import check
 from deploy.settings import Role
 

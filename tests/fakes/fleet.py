@@ -21,13 +21,12 @@ from bough.errors import Exhausted, NotFound, Preempted, PrefixMissing, StaleEpo
 from bough.pb import common_pb2, draft_pb2, target_pb2
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
+from bough.protocol.generation import WorkerInfo
 from bough.protocol.messages import GrowResult, Timings, Verdict, VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import prefix_hash
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
-from bough.protocol.worker_info import WorkerInfo
-from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
-from bough.registry.registry import Registry
+from bough.registry.registry import Registry, registered
 from bough.rpc.server import serving
 from bough.rpc.services import DRAFT, GENERATION, TARGET, add_service
 from bough.tokenization.tokenizer import Tokenizer

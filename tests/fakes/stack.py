@@ -18,9 +18,8 @@ from transformers import LlamaConfig
 from bough.concurrency.futures import settle
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.processes.launch import Cluster, Settings
-from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
-from bough.registry.registry import Registry
+from bough.registry.registry import Registry, registered
 from bough.rpc.drain import SessionGate
 from bough.rpc.server import serving
 from bough.rpc.services import DRAFT, GENERATION, TARGET, add_service

@@ -19,11 +19,9 @@ from bough.pb import common_pb2, target_pb2
 from bough.processes.launch import Cluster, Settings
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
-from bough.protocol.generation import Finished, GenerateOptions, Prompt, TextPrompt
-from bough.protocol.worker_info import WorkerInfo
-from bough.registry.heartbeat import registered
+from bough.protocol.generation import Finished, GenerateOptions, Prompt, TextPrompt, WorkerInfo
 from bough.registry.records import WorkerRecord
-from bough.registry.registry import Registry
+from bough.registry.registry import Registry, registered
 from bough.rpc.server import Served, serving
 from bough.rpc.services import TARGET, add_service
 from bough.tokenization.vocabulary import TokenizerFiles

@@ -18,8 +18,8 @@ from bough.client import Client
 from bough.errors import ConfigError, Unavailable
 from bough.health.__main__ import status_of
 from bough.protocol.generation import Finished, Started
-from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
+from bough.registry.registry import registered
 from bough.security.certificates import CertificateFiles
 from orchestrator.assembly import Orchestrator, assembled
 from orchestrator.http_api import server as server_module

@@ -22,7 +22,7 @@ from bough.model.batch.batch import Batch
 from bough.model.sampling.draft_sampler import generator, without_replacement
 from bough.model.sampling.sampler import filtered, gumbel, probabilities
 from bough.pb import common_pb2
-from bough.protocol.codec_trees import tree_from_wire, tree_to_wire
+from bough.protocol.codec import tree_from_wire, tree_to_wire
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import normalised

@@ -10,7 +10,7 @@ import pytest
 from bough.pb import common_pb2
 from bough.processes import compatibility
 from bough.processes.compatibility import check_compatibility
-from bough.protocol.worker_info import WorkerInfo
+from bough.protocol.generation import WorkerInfo
 from tests.fakes.fleet import FakeTarget, Fleet
 
 DRAFT = WorkerInfo("draft", "d", "m", "", "", "", 1, 1, 1, 1)

@@ -20,12 +20,11 @@ from bough.protocol import codec
 from bough.protocol import codec_generation as wg
 from bough.protocol import generation as g
 from bough.protocol import messages as m
-from bough.protocol.codec_fields import read, to_fields
-from bough.protocol.codec_growth import growth_to_wire
+from bough.protocol.codec_fields import growth_to_wire, read, to_fields
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Decision, DraftCalibration, Mode, RoundSeconds, RoundTimings
+from bough.protocol.generation import WorkerInfo
 from bough.protocol.sampling_params import BANNED, PositionLogprobs, SamplingParams, TokenLogprob
-from bough.protocol.worker_info import WorkerInfo
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance

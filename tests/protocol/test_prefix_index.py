@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.protocol import prefix_index
-from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes, common_length, whole_blocks
-from bough.protocol.prefix_index import PrefixIndex
+from bough.protocol import prefix_hash
+from bough.protocol.prefix_hash import BLOCK_TOKENS, PrefixIndex, block_hashes, common_length, whole_blocks
 
 # Texts of a few long pieces, so that many begin alike and part within blocks.
 pieces = st.tuples(st.integers(0, 2), st.integers(1, BLOCK_TOKENS + 7))
@@ -53,7 +52,7 @@ def test_tokens_are_compared_where_hashes_are_equal() -> None:
 
 
 def test_of_several_with_equal_hashes_the_one_with_the_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_index, "block_hashes", lambda tokens, *_: [*range(len(tokens) // BLOCK_TOKENS)])
+    monkeypatch.setattr(prefix_hash, "block_hashes", lambda tokens, *_: [*range(len(tokens) // BLOCK_TOKENS)])
     index: PrefixIndex[str] = PrefixIndex()
     index.follow("a", [1] * 70)
     index.follow("b", [2] * 70)

@@ -10,9 +10,8 @@ import pytest
 from redis.asyncio.cluster import ClusterNode
 
 from bough.errors import ConfigError, Unavailable
-from bough.registry.connection import IndexConnection
+from bough.registry.connection import IndexConnection, read_address
 from bough.registry.registry import Registry
-from bough.registry.url import read_address
 from bough.security.private_files import write_private
 from tests.fakes.certificates import Authority
 from tests.fakes.index_server import connected, served

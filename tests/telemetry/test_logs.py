@@ -18,8 +18,15 @@ from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import ConfigError
 from bough.processes.child import message_of
 from bough.telemetry.call_context import carried
-from bough.telemetry.log_context import LOG_CONTEXT, NOTHING, LogContext, log_session
-from bough.telemetry.logs import JsonFormatter, TextFormatter, configure_logging
+from bough.telemetry.logs import (
+    LOG_CONTEXT,
+    NOTHING,
+    JsonFormatter,
+    LogContext,
+    TextFormatter,
+    configure_logging,
+    log_session,
+)
 from bough.telemetry.tracing import NO_SPAN
 
 ABOUT = LogContext("r 1\n2026-01-01 00:00:00,000 ERROR forged: é", "s=1]", trace_id="ab" * 16)

@@ -7,8 +7,14 @@ import json
 import pytest
 
 from bough.errors import InvalidRequest
-from bough.tokenization.chat_template import RESERVED, ChatTemplate
-from bough.tokenization.template_variables import MAX_DEPTH, MAX_LENGTH, MAX_NUMBER, template_variables
+from bough.tokenization.chat_template import (
+    MAX_DEPTH,
+    MAX_LENGTH,
+    MAX_NUMBER,
+    RESERVED,
+    ChatTemplate,
+    template_variables,
+)
 
 # As families have them, in few words.
 QWEN = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bough.errors import InvalidTree
 from bough.pb import common_pb2
-from bough.protocol import codec_trees
+from bough.protocol import codec
 from bough.trees.tree import Tree, along_paths
 
 VOCAB = 1000
@@ -92,14 +92,14 @@ def test_trimming_to_nothing_is_refused() -> None:
 @given(trees())
 def test_wire_round_trip(tree: Tree) -> None:
     for each in (tree, replace(tree, worth=tree.log_probs / 2) if len(tree) > 1 else tree):
-        data = codec_trees.tree_to_wire(each).SerializeToString()
-        assert codec_trees.tree_from_wire(common_pb2.Tree.FromString(data)) == each
+        data = codec.tree_to_wire(each).SerializeToString()
+        assert codec.tree_from_wire(common_pb2.Tree.FromString(data)) == each
 
 
 def test_a_256_node_tree_is_small_on_the_wire() -> None:
     """A tree of 256 nodes takes about 1 KB for tokens and parents; log-probabilities are 4 bytes each on top."""
     tree = Tree.of(range(1000, 1256), [-1, *range(255)], [0.0] + [-1.0] * 255)
-    assert codec_trees.tree_to_wire(tree).ByteSize() < 2200
+    assert codec.tree_to_wire(tree).ByteSize() < 2200
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_what_is_calibrated_decides_which_nodes_are_best_and_stays_with_them(tre
 def test_a_parent_too_large_for_int32_is_refused_not_wrapped() -> None:
     message = common_pb2.Tree(tokens=[1, 2], parents=[2**32 - 1], log_probs=[-1.0])
     with pytest.raises(InvalidTree, match=r"parents\[1\]"):
-        codec_trees.tree_from_wire(message).validate(VOCAB, max_nodes=4)
+        codec.tree_from_wire(message).validate(VOCAB, max_nodes=4)

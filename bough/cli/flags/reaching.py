@@ -8,7 +8,7 @@ import os
 from bough.client import Client
 from bough.config.processes import DEFAULT_PORT
 from bough.errors import BoughError, NoAnswer
-from bough.security.secured import add_certificates, files_from
+from bough.security.tls import add_certificates, files_from
 
 MISSING = "is it running? `bough up` starts everything; --address or BOUGH_ADDRESS sets its address"
 

@@ -19,8 +19,7 @@ from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import launched, supervised
 from bough.processes.progress import Progress
 from bough.protocol.decision import Decision
-from bough.protocol.generation import ChatPrompt, Event, GenerateOptions, Message, Speculation, Tokens
-from bough.protocol.worker_info import WorkerInfo
+from bough.protocol.generation import ChatPrompt, Event, GenerateOptions, Message, Speculation, Tokens, WorkerInfo
 from bough.runtime.log_lines import say, shown, tell
 from bough.sizing.account import ratio
 

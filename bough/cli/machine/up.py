@@ -30,7 +30,7 @@ from bough.model.checkpoint.model_places import container_of, fetch, is_hub_id, 
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Settings, launched, supervised
 from bough.processes.progress import QUESTION, Progress, activation, bough_command, curl_command
-from bough.registry.url import without_passwords
+from bough.registry.connection import without_passwords
 from bough.runtime.log_lines import say, tell
 from bough.runtime.machine import free_memory, may_be_gpu
 from bough.security.access import Access

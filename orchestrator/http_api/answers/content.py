@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bough.protocol.generation import Started, ToolChoice, Tools
-from bough.protocol.thoughts import Channels
-from orchestrator.reasoning.harmony import HarmonyParser
-from orchestrator.reasoning.parser import ReasoningParser
+from bough.protocol.generation import Channels, Started, ToolChoice, Tools
+from orchestrator.reasoning.parser import HarmonyParser, ReasoningParser
 from orchestrator.tools.call_parser import ContentText, Piece
 from orchestrator.tools.call_syntax import ArgumentsText, CallBegun
 from orchestrator.tools.tool_format import ToolFormat

@@ -1,4 +1,4 @@
-"""From a request's fields to the arguments of `Requests.generate`."""
+"""From a request's fields to the arguments of `Requests.generate`, the constraint of its answer among them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from bough.protocol.codec_checks import require_numbers
+from bough.protocol.codec_generation import require_numbers
 from bough.protocol.generation import Constraint, GenerateOptions, Prompt, Speculation, TextPrompt
 from bough.protocol.sampling_params import MAX_SEED
-from bough.tokenization.template_variables import EFFORT
+from bough.tokenization.chat_template import EFFORT
 from orchestrator.http_api.fields.errors import ApiError, invalid
-from orchestrator.http_api.fields.generation import SAMPLED, RequestFields
+from orchestrator.http_api.fields.generation import SAMPLED, GenerationFields, RequestFields, StructuredOutputsFields
 
 MAX_CHOICES = 128  # limit of choices over all prompts of a request
 AS_GIVEN = (*SAMPLED, "stop", "ignore_eos", "model", "cache_salt")  # fields that are the options of the same names
 LOWEST_SEED = -(2**63)  # OpenAI's seeds are signed
+_ANY_OBJECT = Constraint(json_schema='{"type": "object"}', after_reasoning=True)
 
 
 class RequestedOutput(NamedTuple):
@@ -130,3 +131,50 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
             raise invalid("logit_bias", name, "have token ids as its keys")
         biases[int(name)] = bias
     return biases
+
+
+def constraint_of(field: str, kind: str, schema: str | None, request: RequestFields) -> Constraint | None:
+    """The constraint that `field` demands by its type and schema, or other servers'; None leaves the output free.
+
+    Raises ApiError if both demand one, or the latter is invalid.
+    """
+    name, form = request.form
+    if form is not None:
+        if kind != "text":
+            raise invalid(name, sorted(form.model_fields_set), f"be left out beside {field}")
+        return _of_structure(form)
+    if schema is not None:
+        return Constraint(json_schema=schema, after_reasoning=True)
+    return None if kind == "text" else _ANY_OBJECT
+
+
+def response_constraint(fields: GenerationFields) -> Constraint | None:
+    """The constraint of a chat's or a completion's output. Raises ApiError as `constraint_of`."""
+    form = fields.response_format
+    schema = None if form.json_schema is None else form.json_schema.json_schema
+    return constraint_of("response_format", form.type, schema, fields)
+
+
+def constraint_names(
+    request: RequestFields,
+    field: str = "response_format",
+    schema: str = "response_format.json_schema.schema",
+) -> dict[str, str]:
+    """Names that the client knows, by those of `Constraint`, for error messages."""
+    name, form = request.form
+    if form is None:
+        return {"constraint.json_schema": schema, "constraint": field}
+    spelled = {"json_schema": "json", "choices": "choice", "lark": "grammar", "regex": "regex"}
+    names = {ours: f"{name}.{theirs}" if name == "structured_outputs" else name for ours, theirs in spelled.items()}
+    return {f"constraint.{ours}": field for ours, field in names.items()} | {"constraint": name}
+
+
+def _of_structure(wanted: StructuredOutputsFields) -> Constraint:
+    given = wanted.model_fields_set - ({"json_object"} if wanted.json_object is False else set())
+    if len(given) != 1:
+        raise invalid(
+            "structured_outputs", sorted(given), "have exactly one of json, json_object, regex, choice, grammar"
+        )
+    if wanted.json_object:
+        return _ANY_OBJECT
+    return Constraint(wanted.json_schema, wanted.regex, tuple(wanted.choice or ()), wanted.grammar, True)

@@ -11,8 +11,7 @@ import pytest
 from bough.cli.main import argument_parser, main
 from bough.errors import BoughError, NotFound
 from bough.protocol.decision import Decision, DraftCalibration, Mode
-from bough.protocol.generation import Loads, ServerInfo, WorkerStatus
-from bough.protocol.worker_info import WorkerInfo
+from bough.protocol.generation import Loads, ServerInfo, WorkerInfo, WorkerStatus
 
 HOSTILE = "x\nall is well\r\x1b[2J\x1b]0;x\a\x9b31m\u202e\u2066\u2028\x85\x7f"
 FIRST = WorkerInfo(

@@ -29,8 +29,7 @@ from bough.config.addresses import free_port, require_free_ports
 from bough.errors import CheckpointError, ConfigError, PairingError
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.exit_with_parent import MODULE
-from bough.protocol.generation import ServerInfo, WorkerStatus
-from bough.protocol.worker_info import WorkerInfo
+from bough.protocol.generation import ServerInfo, WorkerInfo, WorkerStatus
 from tests.fakes.processes.bough_up import bough_up_command
 from tests.fakes.simulated import write_profile
 

@@ -12,13 +12,12 @@ from google.protobuf.message import Message
 from bough.errors import BoughError
 from bough.pb import draft_pb2, generation_pb2, target_pb2
 from bough.protocol import codec, codec_generation
+from bough.protocol.codec_fields import like
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt
-from bough.protocol.same_fields import like
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord, WorkerRecord
 from bough.rpc.server import decoded
-from bough.security.api_keys import read_line
-from bough.security.bearer import key_in
+from bough.security.api_keys import key_in, read_line
 from bough.simulation.tokenizer import simulated_tokenizer
 from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.admission.size_limits import require_size, require_sizes, require_texts
@@ -28,7 +27,7 @@ from orchestrator.http_api.fields.errors import ApiError
 from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from orchestrator.http_api.fields.options import RequestedOutput, choices
 from orchestrator.http_api.fields.tools import tools_of
-from orchestrator.http_api.responses import conversation
+from orchestrator.http_api.responses import fields as response_fields
 from orchestrator.http_api.responses.answer import repeated
 from orchestrator.http_api.responses.fields import ResponseFields
 from orchestrator.opening.prompt import next_prompt, whole_prompt
@@ -167,9 +166,9 @@ def response_body(data: bytes, tokenizer: Tokenizer) -> object:
     """Decode a response's body."""
     fields = parse(ResponseFields, data)
     tools = tools_of(fields.tools, "", fields.tool_choice, allows_several=fields.parallel_tool_calls)
-    prompt, _ = conversation.conversation(fields, tools)
+    prompt, _ = response_fields.conversation(fields, tools)
     repeated(fields, tools)
-    limits = conversation.response_limits(fields)
+    limits = response_fields.response_limits(fields)
     return _opened(choices(fields, (prompt,), limits, "id", fields.session_id), tokenizer)
 
 

@@ -10,10 +10,9 @@ import pytest
 from bough.client import Client
 from bough.errors import Exhausted
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.generation import GenerateOptions, TextPrompt, TokenPrompt
+from bough.protocol.generation import GenerateOptions, TextPrompt, TokenPrompt, WorkerInfo
 from bough.protocol.messages import VerifyCall
 from bough.protocol.prefix_hash import block_hashes
-from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerLoad
 from orchestrator.cluster.expected_wait import Need, UsualRound, expected_seconds
 from orchestrator.serving.requests import Requests

@@ -11,8 +11,7 @@ from bough.client import Client
 from bough.errors import BoughError, PairingError, Unavailable
 from bough.health.problems import find_problems
 from bough.processes.compatibility import check_compatibility
-from bough.protocol.generation import GenerateOptions, Resume, TextPrompt
-from bough.protocol.worker_info import WorkerInfo
+from bough.protocol.generation import GenerateOptions, Resume, TextPrompt, WorkerInfo
 from orchestrator.cluster import same_weights
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import FakeTarget, Fleet, Process

@@ -26,15 +26,13 @@ from bough.protocol.generation import (
     Usage,
 )
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
-from orchestrator.http_api.answers.answer import Head, speculative_decoding
-from orchestrator.http_api.answers.spelling import chat_logprobs, completion_logprobs
+from orchestrator.http_api.answers.answer import Head, chat_logprobs, completion_logprobs, speculative_decoding
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import FIELD_NAMES, ChatAnswer, chat_limits, chat_prompt
 from orchestrator.http_api.completions import completion_limits, text_prompt
-from orchestrator.http_api.fields.constraint import constraint_names, response_constraint
 from orchestrator.http_api.fields.errors import ApiError, api_error, shortened
 from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, StreamOptions
-from orchestrator.http_api.fields.options import RequestedOutput, choices
+from orchestrator.http_api.fields.options import RequestedOutput, choices, constraint_names, response_constraint
 from orchestrator.http_api.responses.fields import ResponseFields
 from orchestrator.sessions.session import never_begun
 from orchestrator.tools.formats import HERMES

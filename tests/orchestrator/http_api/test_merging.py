@@ -9,7 +9,7 @@ import pytest
 
 from bough.errors import Unavailable
 from bough.protocol.generation import Event, Started
-from orchestrator.http_api.merging import Indexed, merged
+from orchestrator.http_api.exchange import Indexed, merged
 
 FOR_EVER = 3600.0
 

@@ -10,7 +10,7 @@ import pytest
 
 from bough.config.addresses import has_page
 from bough.config.processes import OrchestratorConfig, parse
-from orchestrator.http_api.ui import FILES, FOLDER
+from orchestrator.http_api.app import PAGE, PAGE_FILES
 from tests.fakes.http_stack import HttpStack, http_stack
 from tests.fakes.waiting import PATIENCE_SECONDS
 
@@ -90,13 +90,13 @@ async def passes(door: HttpStack) -> dict[str, int]:
 
 
 async def test_the_page_is_files_that_load_nothing_from_elsewhere(door: HttpStack) -> None:
-    for path, (name, media_type) in FILES.items():
+    for path, (name, media_type) in PAGE_FILES.items():
         reply = await door.client.get(path)
         assert reply.headers["content-type"].startswith(media_type)
-        assert reply.text == (FOLDER / name).read_text()
+        assert reply.text == (PAGE / name).read_text()
         assert "default-src 'self'" in reply.headers["content-security-policy"]
-    assert {file.name for file in FOLDER.iterdir()} == {name for name, _ in FILES.values()}
-    text = "".join(file.read_text() for file in FOLDER.iterdir() if file.suffix != ".svg")
+    assert {file.name for file in PAGE.iterdir()} == {name for name, _ in PAGE_FILES.values()}
+    text = "".join(file.read_text() for file in PAGE.iterdir() if file.suffix != ".svg")
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text)
     for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "setHTML", "srcdoc", "DOMParser"):
         assert sink not in text, "what a model or a worker says must not become markup"

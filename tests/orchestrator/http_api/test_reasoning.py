@@ -9,16 +9,25 @@ import pytest
 from pydantic import TypeAdapter
 
 from bough.protocol.decision import RoundTimings
-from bough.protocol.generation import Event, Finished, Function, SpeculationMetrics, Started, Tokens, Tools, Usage
+from bough.protocol.generation import (
+    Beginning,
+    Event,
+    Finished,
+    Function,
+    SpeculationMetrics,
+    Started,
+    Thoughts,
+    Tokens,
+    Tools,
+    Usage,
+)
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
-from bough.protocol.thoughts import Beginning, Thoughts
 from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import ChatAnswer
 from orchestrator.http_api.fields.generation import ChatFields, StreamOptions
 from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
-from orchestrator.http_api.responses.conversation import conversation
-from orchestrator.http_api.responses.fields import ResponseFields
+from orchestrator.http_api.responses.fields import ResponseFields, conversation
 from orchestrator.tools.formats import HERMES
 
 Json = dict[str, Any]

@@ -30,10 +30,9 @@ from orchestrator.http_api.answers.answer import Answer, Head
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import ChatAnswer
 from orchestrator.http_api.completions import MAX_ENTRIES, CompletionAnswer, completion_limits
-from orchestrator.http_api.exchange import MANY_ENTRIES, Exchange
+from orchestrator.http_api.exchange import MANY_ENTRIES, Exchange, scored_first
 from orchestrator.http_api.fields.generation import CompletionFields, StreamOptions
 from orchestrator.http_api.fields.options import RequestedOutput, choices
-from orchestrator.http_api.merging import scored_first
 from orchestrator.http_api.responses.answer import ResponseAnswer
 from orchestrator.tools.formats import HERMES
 

@@ -12,6 +12,7 @@ from bough.config.processes import REASONING_FORMATS
 from bough.errors import InvalidRequest
 from bough.grammar.allowed_tokens import Grammars
 from bough.protocol.generation import (
+    Beginning,
     ChatPrompt,
     Constraint,
     Function,
@@ -19,10 +20,10 @@ from bough.protocol.generation import (
     Message,
     Prompt,
     TextPrompt,
+    Thoughts,
     ToolChoice,
     Tools,
 )
-from bough.protocol.thoughts import Beginning, Thoughts
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 from orchestrator.opening.output_form import output_form

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.protocol.thoughts import Beginning, Thoughts
+from bough.protocol.generation import Beginning, Thoughts
 from orchestrator.reasoning.formats import FORMATS
 from orchestrator.reasoning.parser import Parted, ReasoningParser
 

@@ -12,6 +12,7 @@ import pytest
 from bough.errors import InvalidRequest
 from bough.grammar.allowed_tokens import Grammars
 from bough.protocol.generation import (
+    Channels,
     ChatPrompt,
     Constraint,
     Function,
@@ -21,7 +22,6 @@ from bough.protocol.generation import (
     ToolChoice,
     Tools,
 )
-from bough.protocol.thoughts import Channels
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 from orchestrator.http_api.answers.answer import Head

@@ -32,8 +32,7 @@ from orchestrator.http_api.body import parse
 from orchestrator.http_api.fields.errors import ApiError, api_error
 from orchestrator.http_api.fields.tools import tools_of
 from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
-from orchestrator.http_api.responses.conversation import conversation, response_limits
-from orchestrator.http_api.responses.fields import ResponseFields
+from orchestrator.http_api.responses.fields import ResponseFields, conversation, response_limits
 from orchestrator.tools.formats import HERMES
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
 from tests.fakes.waiting import until
