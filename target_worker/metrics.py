@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from bough.telemetry.metrics import MetricsServer, counter, gauge
 from target_worker.kv.session_slot import SlotState
 from target_worker.kv.slot_pool import PoolFigures
-from target_worker.scheduler.job import SweepFigures
+from target_worker.scheduler.job import Swept
 
 NANO = 1e-9
 ROWS = tuple(2**power for power in range(13))  # upper bounds of the buckets of `bough_sweep_rows`
@@ -87,19 +87,20 @@ class Metrics(MetricsServer):
         """Export slots and calls too, which `load` returns at each scrape."""
         self.registry.register(LoadCollector(self._model_name, load))
 
-    def observe(self, num_calls: int, num_tokens: int, figures: SweepFigures) -> None:
+    def observe(self, num_calls: int, num_tokens: int, swept: Swept) -> None:
         """Count a sweep; any thread."""
-        self._bytes.inc(figures.link_bytes)
-        self._link.inc(figures.link_ns * NANO)
-        self._ideal.inc(figures.link_ideal_ns * NANO)
-        self._wait.inc(figures.wait_ns * NANO)
-        self._compute.inc((figures.total_ns - figures.wait_ns) * NANO)
-        self._kv.inc(figures.kv_bytes)
+        timings = swept.timings
+        self._bytes.inc(timings.link_bytes)
+        self._link.inc(timings.link_ns * NANO)
+        self._ideal.inc(timings.link_ideal_ns * NANO)
+        self._wait.inc(timings.wait_ns * NANO)
+        self._compute.inc(timings.compute_ns * NANO)
+        self._kv.inc(swept.kv_bytes)
         self._sweeps.inc()
         self._tokens.inc(num_tokens)
         self._rows.labels(self._model_name).observe(num_tokens)
         self._calls.labels(self._model_name).observe(num_calls)
-        self._efficiency.set(min(1.0, figures.link_ideal_ns / figures.total_ns))
+        self._efficiency.set(min(1.0, timings.link_ideal_ns / timings.total_ns))
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model_name)

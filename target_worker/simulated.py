@@ -17,7 +17,7 @@ from bough.model.kv.slot import Slot
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.generation import WorkerInfo
-from bough.protocol.messages import Verdict
+from bough.protocol.messages import Timings, Verdict
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of
@@ -27,11 +27,11 @@ from bough.simulation.profile import TargetProfile, jittered
 from bough.simulation.reading import refusal
 from bough.simulation.true_text import TrueText, text_seed
 from bough.sizing.row_counts import RowCounts
-from bough.sizing.sweep_times import LEAST_SECONDS, SweepPrior, expert_volume
+from bough.sizing.sweep_times import LEAST_SECONDS, SweepTimes, expert_volume
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.job import SweepFigures, Swept, VerifyJob
+from target_worker.scheduler.job import Swept, VerifyJob
 from target_worker.service import ServedTarget
 from target_worker.verification.verify import walk
 
@@ -59,11 +59,15 @@ class SimulatedSweeper:
         self._clock.sleep_until(began + luck * target.sweep_seconds(num_rows, factors))
         link = luck * factors.link * target.link_seconds_of(num_rows)
         compute = luck * factors.compute * target.compute_seconds(num_rows)
-        figures = SweepFigures(
-            total_ns=self._clock.real_ns(self._clock.now() - began),
-            wait_ns=self._clock.real_ns(max(0.0, link - compute)),
+        total_ns = self._clock.real_ns(self._clock.now() - began)
+        wait_ns = self._clock.real_ns(max(0.0, link - compute))
+        timings = Timings(
+            total_ns,
+            wait_ns=wait_ns,
+            compute_ns=total_ns - wait_ns,
             link_ns=self._clock.real_ns(link),
             link_bytes=link_bytes(target, num_rows),
+            num_passes=1,
             link_ideal_ns=self._clock.real_ns(target.link_seconds_of(num_rows)),
         )
 
@@ -72,16 +76,16 @@ class SimulatedSweeper:
             job.session.allowed = allowed = self._grammars.along(grammar, job.session.allowed, salt)
             return verdict_by(self._pair.law, job, allowed)
 
-        return Swept(figures, verdict_on)
+        return Swept(timings, verdict_on)
 
-    def warm_up(self, slot: Slot) -> SweepPrior:
+    def warm_up(self, slot: Slot, most_rows: int) -> SweepTimes:
         """The profile's cost curve, without jitter and events; there is nothing to prepare."""
         target = self._pair.profile.target
         rows = (self.rows.step, *(size for size in PRIOR_ROWS if size > self.rows.step))
         seconds = (self._clock.real_seconds(target.compute_seconds(size) + target.overhead_seconds) for size in rows)
         curve = CostCurve(rows, tuple(max(LEAST_SECONDS, each) for each in seconds), self.rows.step)
         link = self._clock.real_seconds(target.link_seconds_of(1))
-        return SweepPrior(self.rows.step, curve, link_bytes(target, 1), link, volume_of(target))
+        return SweepTimes(self.rows.step, most_rows, curve, link_bytes(target, 1), link, volume_of(target))
 
 
 def volume_of(target: TargetProfile) -> CostCurve | None:

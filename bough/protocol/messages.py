@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from bough.protocol.cost_curve import CostCurve
@@ -48,6 +48,9 @@ class Timings:
     link_bytes: int = 0
     num_passes: int = 0  # sweeps or draft steps
     link_ideal_ns: int = 0  # link_bytes at the best speed measured
+
+    def __add__(self, other: Timings) -> Timings:
+        return Timings(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,16 +49,6 @@ def sizes_up_to(curve: CostCurve, most: int) -> NDArray[np.int64]:
     return edges if len(edges) and edges[-1] == most else np.append(edges, most)
 
 
-class SweepPrior(NamedTuple):
-    """Prior knowledge of sweeps: of computing, whose scale the first sweeps correct; of the link until one waits."""
-
-    step: int  # rows are padded to multiples of it; 1 if padding costs little, as in mixtures of experts
-    compute: CostCurve | None = None  # compute seconds by rows; None is unknown
-    link_bytes: int = 0  # bytes that cross the link in each sweep; 0 is none or unknown
-    link_seconds: float = 0.0  # seconds that those bytes take
-    volume: CostCurve | None = None  # shape of the bytes by rows, if rows choose the experts that cross the link
-
-
 class SweepTimes:
     """Learns the seconds of a sweep: the maximum of link and compute time. A draft step is a sweep without a link.
 
@@ -66,7 +56,7 @@ class SweepTimes:
     link: a sweep that computed for longer gives only an upper bound. Used as a sample, it would make the link look
     slow, trees would grow, sweeps would compute for longer still, and so on.
 
-    Until a sweep has waited, the prior's link time counts, which is too long if processes that started together shared
+    Until a sweep has waited, the given link time counts, which is too long if processes that started together shared
     the link. A sweep that took less without waiting disproves it: the link is then assumed to be faster than that sweep
     was, so that trees shrink until sweeps wait.
 
@@ -74,15 +64,27 @@ class SweepTimes:
     experts grow with its rows: the speed of the link is assumed not to depend on rows.
     """
 
-    def __init__(self, step: int, most_rows: int, prior: SweepPrior | None = None) -> None:
-        """Without a `prior`, rows are padded to multiples of `step`."""
-        prior = prior or SweepPrior(step)
-        self._step = step = prior.step
+    def __init__(
+        self,
+        step: int,
+        most_rows: int,
+        compute: CostCurve | None = None,
+        link_bytes: int = 0,
+        link_seconds: float = 0.0,
+        volume: CostCurve | None = None,
+    ) -> None:
+        """Rows are padded to multiples of `step`, which is 1 if padding costs little, as in mixtures of experts.
+
+        The others are known before: `compute` seconds by rows, whose scale the first sweeps correct; `link_bytes` that
+        cross the link in each sweep, 0 if none or unknown, and the `link_seconds` that they take, until a sweep waits;
+        and as `volume` the shape of the bytes by rows, if rows choose the experts that cross the link.
+        """
+        self._step = step
         self._rows = grid(step, most_rows)
-        self._compute = RowAverages(prior.compute or ASSUMED, self._rows, is_given=prior.compute is not None)
-        has_link = prior.link_bytes > 0 and prior.link_seconds > 0
-        num_bytes, seconds = (prior.link_bytes, prior.link_seconds) if has_link else (1, 1.0)
-        self._volume = RowAverages(prior.volume or FLAT.scaled(num_bytes), self._rows, has_link)
+        self._compute = RowAverages(compute or ASSUMED, self._rows, is_given=compute is not None)
+        has_link = link_bytes > 0 and link_seconds > 0
+        num_bytes, seconds = (link_bytes, link_seconds) if has_link else (1, 1.0)
+        self._volume = RowAverages(volume or FLAT.scaled(num_bytes), self._rows, has_link)
         self._byte_seconds = RowAverages(FLAT.scaled(seconds / num_bytes), np.ones(1, np.int64))
         self._assumed = seconds / num_bytes if has_link else math.inf  # seconds of a byte, until a sweep has waited
         self._fit: _FittedSweep | None = None

@@ -18,7 +18,7 @@ from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import Speculation
 from bough.protocol.messages import GrowResult, Timings, VerifyResult
 from bough.simulation.profile import Factors, Profile, jittered
-from bough.sizing.sweep_times import SweepPrior, SweepTimes
+from bough.sizing.sweep_times import SweepTimes
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.growth.grower import BestFirstGrower
@@ -47,8 +47,7 @@ class World:
         self._calls: list[Verifying] = []
         self._draft_wakes, self._target_wakes = self.env.event(), self.env.event()
         self._step_times = SweepTimes(1, profile.target.max_nodes)
-        target = profile.target
-        self._sweep_times = SweepTimes(target.row_step, target.max_sweep_rows, _prior(profile))
+        self._sweep_times = _prior(profile)
         self._yield = SweepYield()
         self._batch_delay = BatchDelay(1.0)
         self._num_running = 0
@@ -221,11 +220,12 @@ class World:
             self._yield.swept(seconds, self.env.now)
 
 
-def _prior(profile: Profile) -> SweepPrior:
+def _prior(profile: Profile) -> SweepTimes:
     """A target's estimate of its sweeps before the first one, with an error."""
     target = profile.target
     rows = (target.row_step, *(num for num in (8, 64, 256) if target.row_step < num <= target.max_sweep_rows))
     seconds = tuple(max(1e-6, PRIOR_ERROR * target.compute_seconds(num)) for num in rows)
     link = target.link_seconds_of(1)
     curve = CostCurve(rows, seconds, target.row_step)
-    return SweepPrior(target.row_step, curve, round(link * SECOND), PRIOR_ERROR * link, volume_of(target))
+    known = curve, round(link * SECOND), PRIOR_ERROR * link, volume_of(target)
+    return SweepTimes(target.row_step, target.max_sweep_rows, *known)

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 import torch
 
 from bough.errors import StreamError
+from bough.protocol.messages import Timings
 from target_worker.link.host_layers import HostLayers
-from target_worker.link.link_stats import CopyStats, LinkFigures
+from target_worker.link.link_stats import CopyStats
 from target_worker.link.streams import DeviceEvent, DeviceStreams
 
 
@@ -94,7 +95,7 @@ class DeviceRing:
         self._reset(self._streams.compute_event())
         self._issue_all()
 
-    def figures(self) -> LinkFigures:
+    def figures(self) -> Timings:
         """Counters since the start; queued copies count when they end."""
         return self._traffic.figures()
 

@@ -10,10 +10,11 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from bough.protocol.messages import Timings
 from bough.runtime.host_memory import in_pieces, large_pages
 from target_worker.link.direct_io import Allocate, Disk, ReadRange, Slab, cut
 from target_worker.link.layer_extents import LayerExtents
-from target_worker.link.link_stats import DiskStats, LinkFigures
+from target_worker.link.link_stats import DiskStats
 
 PIECE_BYTES = 2 * 1000**3  # limit of one allocation
 
@@ -79,7 +80,7 @@ class Ring:
         for sequence in range(len(self._slabs)):
             self._issue(sequence)
 
-    def figures(self) -> LinkFigures:
+    def figures(self) -> Timings:
         return self._traffic.figures(self._wait_ns)
 
     def _issue(self, sequence: int) -> None:
@@ -179,6 +180,6 @@ class HostLayers:
         if self._ring is not None:
             self._disk.require_unchanged()
 
-    def figures(self) -> LinkFigures:
+    def figures(self) -> Timings:
         """Counters since the start."""
         return self._ring.figures() if self._ring is not None else self._traffic.figures(0)

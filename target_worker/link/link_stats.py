@@ -7,21 +7,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from bough.protocol.messages import Timings
 from target_worker.link.streams import Copy, DeviceEvent
 
 NS_PER_MS = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class LinkFigures:
-    """Counters of the link since the start."""
-
-    num_bytes: int  # read
-    busy_ns: int  # with at least one read in flight
-    wait_ns: int  # that sweeps waited for layers
 
 
 class DiskStats:
@@ -47,11 +38,11 @@ class DiskStats:
                 if not self._num_in_flight:
                     self._busy_ns += time.perf_counter_ns() - self._busy_since_ns
 
-    def figures(self, wait_ns: int) -> LinkFigures:
+    def figures(self, wait_ns: int) -> Timings:
         """The counters so far, reads in flight included, with the sweeps' waiting time."""
         with self._lock:
             since_ns = time.perf_counter_ns() - self._busy_since_ns if self._num_in_flight else 0
-            return LinkFigures(self._num_bytes, self._busy_ns + since_ns, wait_ns)
+            return Timings(wait_ns=wait_ns, link_ns=self._busy_ns + since_ns, link_bytes=self._num_bytes)
 
 
 class BestSpeed:
@@ -60,14 +51,14 @@ class BestSpeed:
     Bytes count when a read ends, but time as it passes: over few bytes, reads begun earlier would distort the speed.
     """
 
-    def __init__(self, since: LinkFigures, least_bytes: int) -> None:
+    def __init__(self, since: Timings, least_bytes: int) -> None:
         self._since = since
         self._least_bytes = least_bytes
         self._best = 0.0
 
-    def seen(self, figures: LinkFigures) -> float:
+    def seen(self, figures: Timings) -> float:
         """Best speed in bytes per nanosecond, including `figures`; 0 before the first read."""
-        num_bytes, busy_ns = figures.num_bytes - self._since.num_bytes, figures.busy_ns - self._since.busy_ns
+        num_bytes, busy_ns = figures.link_bytes - self._since.link_bytes, figures.link_ns - self._since.link_ns
         speed = num_bytes / busy_ns if busy_ns else 0.0
         if num_bytes < self._least_bytes:
             return self._best or speed
@@ -109,11 +100,11 @@ class CopyStats:
             self._count()
             return sum(span.num_bytes for span in self._copies)
 
-    def figures(self) -> LinkFigures:
+    def figures(self) -> Timings:
         """Counters since the start; queued copies count when they end."""
         with self._lock:
             self._count()
-            return LinkFigures(self._num_bytes, self._busy_ns, self._wait_ns)
+            return Timings(wait_ns=self._wait_ns, link_ns=self._busy_ns, link_bytes=self._num_bytes)
 
     def _count(self) -> None:
         for span in _reached(self._copies):

@@ -16,12 +16,12 @@ from bough.concurrency.stall_timer import StallTimer
 from bough.errors import AcceleratorFull, BoughError, StaleEpoch, Unavailable
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.messages import Verdict, VerifyCall, VerifyResult
+from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
 from bough.sizing.sweep_times import SweepTimes
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batch_delay import BatchDelay
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.job import Sweeper, SweepFigures, SweepShare, Swept, VerifyJob
+from target_worker.scheduler.job import Sweeper, SweepShare, Swept, VerifyJob
 from target_worker.scheduler.prefix_sharing import choose_shared
 from target_worker.scheduler.request_queue import CallQueue
 from target_worker.scheduler.row_division import SweepYield, expected_tokens, make_fit, share_rows
@@ -43,12 +43,12 @@ class SweepEngine:
         limits: TargetLimits,
         max_waiting: int,
         max_delay: float = 0.0,
-        observe: Callable[[int, int, SweepFigures], None] = lambda *_: None,
+        observe: Callable[[int, int, Swept], None] = lambda *_: None,
         progress: Callable[[], int] | None = None,
     ) -> None:
         """Accept at most `max_waiting` unanswered calls; `max_delay` is as in `BatchDelay`.
 
-        `observe` is called after every sweep, on the sweep thread, with its calls, tokens and figures. `progress` is a
+        `observe` is called after every sweep, on the sweep thread, with its calls, tokens and result. `progress` is a
         counter that grows while a sweep proceeds, for detecting stalls; without it stalls are not detected.
         """
         self.pool = pool
@@ -80,10 +80,9 @@ class SweepEngine:
 
         def run() -> None:
             with self.pool.scratch(min(self._sweeper.rows.most, self._limits.slot_rows)) as slot:
-                prior = self._sweeper.warm_up(slot)
-            if prior is not None:
-                self._times = SweepTimes(self._sweeper.rows.step, self._limits.max_sweep_tokens, prior)
-                self.cost = self._times.curve()
+                times = self._sweeper.warm_up(slot, self._limits.max_sweep_tokens)
+            if times is not None:
+                self._times, self.cost = times, times.curve()
             settle(future, None)
 
         self._inbox.post(future, run)
@@ -205,9 +204,9 @@ class SweepEngine:
         try:
             num_tokens = sum(part.num_tokens for part in parts)
             swept = self._sweeper.sweep(parts)
-            self._observe_times(num_tokens, swept.figures)
-            self._batch_delay.swept(swept.figures.total_ns * NANO)
-            self._observe(len(parts), num_tokens, swept.figures)
+            self._observe_times(num_tokens, swept.timings)
+            self._batch_delay.swept(swept.timings.total_ns * NANO)
+            self._observe(len(parts), num_tokens, swept)
             self._finish(parts, swept, began_ns)
         except Exception as exc:  # the thread must survive any error; callers get it
             for part in parts:
@@ -241,8 +240,8 @@ class SweepEngine:
         logger.warning("%s; sweeps have at most %d tokens from now on, not %d", exc, self._most_tokens, num_tokens)
         return True
 
-    def _observe_times(self, num_rows: int, figures: SweepFigures) -> None:
-        self._times.observe(num_rows, figures.total_ns * NANO, figures.wait_ns * NANO, figures.link_bytes)
+    def _observe_times(self, num_rows: int, timings: Timings) -> None:
+        self._times.observe(num_rows, timings.total_ns * NANO, timings.wait_ns * NANO, timings.link_bytes)
         self.cost = self._times.curve()
 
     def _finish(self, parts: Sequence[Part[VerifyJob]], swept: Swept, began_ns: int) -> None:
@@ -251,7 +250,7 @@ class SweepEngine:
             begin = job.num_cached
             rows = range(begin, begin + num_context)
             self.pool.commit(job.session, rows, job.text.tokens[begin : begin + num_context])
-            job.swept(num_context, swept.figures, began_ns, share)
+            job.swept(num_context, swept.timings, began_ns, share)
             if has_tree:
                 try:
                     self._answer(job, job.verdict(swept.verdict_on), share)
@@ -259,7 +258,7 @@ class SweepEngine:
                     if not isinstance(exc, BoughError):
                         job.context.run(logger.exception, "a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
-        self._yield.swept(swept.figures.total_ns * NANO, time.perf_counter())
+        self._yield.swept(swept.timings.total_ns * NANO, time.perf_counter())
         self.pool.check_now_and_then()
 
     def _answer(self, job: VerifyJob, verdict: Verdict, share: SweepShare) -> None:

@@ -18,24 +18,13 @@ from bough.model.kv.slot import Slot
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
 from bough.sizing.row_counts import RowCounts
-from bough.sizing.sweep_times import SweepPrior
+from bough.sizing.sweep_times import SweepTimes
 from bough.telemetry.spans import NOTED_SPANS, FinishedSpan, note_span
 from bough.trees.tree import Tree
 from target_worker.kv.session_slot import SessionSlot, Text
 from target_worker.scheduler.batching import Part
 
 NANO = 1e-9
-
-
-class SweepFigures(NamedTuple):
-    """Where a sweep's time went."""
-
-    total_ns: int
-    wait_ns: int  # waiting for layers
-    link_ns: int  # the link was busy, since the last sweep ended
-    link_bytes: int  # that arrived since the last sweep ended: reads run ahead, so some are for later sweeps
-    link_ideal_ns: int  # link_bytes at the best speed that the link has shown (`BestSpeed`)
-    kv_bytes: int = 0  # KV copied between host and device
 
 
 class SweepShare(NamedTuple):
@@ -102,26 +91,18 @@ class VerifyJob:
         segments = [Segment.context(slot, begin, self.text.tokens[begin : begin + num_context])]
         return [*segments, Segment.tree(slot, len(self.text.tokens), self.tree)] if has_tree else segments
 
-    def swept(self, num_context: int, figures: SweepFigures, began_ns: int, share: SweepShare) -> None:
+    def swept(self, num_context: int, timings: Timings, began_ns: int, share: SweepShare) -> None:
         """Record a part in a sweep."""
         before = self.timings
         if not before.num_passes:
             note_span(self.spans, "queue", self.arrived_ns, began_ns)
         if self.spans is not None:
-            ended_ns = began_ns + figures.total_ns
-            note_span(self.spans, "sweep", began_ns, ended_ns, sweep_attributes(num_context, figures, share))
+            ended_ns = began_ns + timings.total_ns
+            note_span(self.spans, "sweep", began_ns, ended_ns, sweep_attributes(num_context, timings, share))
         self.num_computed += num_context
         self.num_sweeps_skipped = 0
-        self.timings = replace(
-            before,
-            queue_ns=before.queue_ns if before.num_passes else began_ns - self.arrived_ns,
-            wait_ns=before.wait_ns + figures.wait_ns,
-            compute_ns=before.compute_ns + figures.total_ns - figures.wait_ns,
-            link_ns=before.link_ns + figures.link_ns,
-            link_bytes=before.link_bytes + figures.link_bytes,
-            link_ideal_ns=before.link_ideal_ns + figures.link_ideal_ns,
-            num_passes=before.num_passes + 1,
-        )
+        queue_ns = before.queue_ns if before.num_passes else began_ns - self.arrived_ns
+        self.timings = replace(before + timings, queue_ns=queue_ns)
 
     def verdict(self, verdict_on: Callable[[VerifyJob], Verdict]) -> Verdict:
         """Compute the verdict on the tree."""
@@ -154,25 +135,26 @@ class VerifyJob:
             settle(future, outcome)
 
 
-def sweep_attributes(num_context: int, figures: SweepFigures, share: SweepShare) -> dict[str, int | float]:
+def sweep_attributes(num_context: int, timings: Timings, share: SweepShare) -> dict[str, int | float]:
     """Span attributes: where a sweep's time went. Waiting and computing alternate, layer by layer."""
     return {
         "bough.sweep.rows": share.num_rows,
         "bough.sweep.trees": share.num_trees,
         "bough.sweep.context_tokens": num_context,
-        "bough.sweep.wait_seconds": figures.wait_ns * NANO,
-        "bough.sweep.compute_seconds": (figures.total_ns - figures.wait_ns) * NANO,
-        "bough.sweep.link_seconds": figures.link_ns * NANO,
-        "bough.sweep.link_bytes": figures.link_bytes,
-        "bough.sweep.link_efficiency": figures.link_ideal_ns / figures.total_ns if figures.total_ns else 0.0,
+        "bough.sweep.wait_seconds": timings.wait_ns * NANO,
+        "bough.sweep.compute_seconds": (timings.compute_ns) * NANO,
+        "bough.sweep.link_seconds": timings.link_ns * NANO,
+        "bough.sweep.link_bytes": timings.link_bytes,
+        "bough.sweep.link_efficiency": timings.link_ideal_ns / timings.total_ns if timings.total_ns else 0.0,
     }
 
 
 class Swept(NamedTuple):
     """Result of a sweep."""
 
-    figures: SweepFigures
+    timings: Timings  # link figures are those since the last sweep ended: reads run ahead, so some are for later sweeps
     verdict_on: Callable[[VerifyJob], Verdict]  # verdict on a tree of the sweep; raises errors of that call alone
+    kv_bytes: int = 0  # keys and values copied between host and device
 
 
 class Sweeper(Protocol):
@@ -186,8 +168,8 @@ class Sweeper(Protocol):
         Verdicts are available until the next sweep.
         """
 
-    def warm_up(self, slot: Slot) -> SweepPrior | None:
+    def warm_up(self, slot: Slot, most_rows: int) -> SweepTimes | None:
         """Run a first pass over rows of a slot, which compiles and allocates; raises errors of `bough.errors`.
 
-        Returns what sweeps are expected to take; None if unknown.
+        Returns what sweeps of up to `most_rows` rows are expected to take; None if unknown.
         """

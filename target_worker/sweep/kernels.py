@@ -43,7 +43,7 @@ def _warm_up(folder: Path, dtype: torch.dtype) -> None:
     placement = place(sizes, Fixed(0, 0, 0, 0), Budgets(4 * sum(sizes), 0, 2 * max(sizes), 0))
     with Tiers(layers, placement, num_threads=1) as tiers:
         model = StreamedModel(skeleton, tiers, SIZES["max_position_embeddings"], device)
-        model.warm_up(KVArena(shape, shape.empty(1, device)).take(1))
+        model.warm_up(KVArena(shape, shape.empty(1, device)).take(1), 1)
 
 
 if __name__ == "__main__":

@@ -28,15 +28,15 @@ from bough.model.running.host_embeddings import embeddings_for_host, looked_up, 
 from bough.model.sampling.sampler import require_numbers
 from bough.model.sizes.model_sizes import chosen_share
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.messages import Verdict
+from bough.protocol.messages import Timings, Verdict
 from bough.sizing.row_counts import RowCounts
-from bough.sizing.sweep_times import SweepPrior, expert_volume
+from bough.sizing.sweep_times import SweepTimes, expert_volume
 from bough.trees.tree import Tree
 from target_worker.kv.kv_offload import KVHome
 from target_worker.link.layer_extents import MaterializedLayer
 from target_worker.link.link_stats import BestSpeed
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.job import SweepFigures, Swept, VerifyJob
+from target_worker.scheduler.job import Swept, VerifyJob
 from target_worker.sweep.tiers import Tiers
 from target_worker.verification.verdict import LogitRows, RowReader, best_tokens, compute_verdict
 
@@ -84,6 +84,7 @@ class StreamedModel:
         self._held: torch.Tensor | None = None  # layer 0's slab, while warm-up measures that layer
         self._layer_seconds = 0.0  # of the last measured layer
         self.num_layers_begun = 0  # since the start
+        self.kv_bytes = 0  # keys and values that the last sweep copied between host and device
         self.best: torch.Tensor | None = None  # `best_tokens` of the last sweep; None on a CPU
         self._num_computed = len(tiers.layers)  # layers that a pass runs, from the first on; others return their input
         self._host_embeddings = embeddings_for_host(skeleton.model, device.type)
@@ -107,7 +108,7 @@ class StreamedModel:
         return ReusedMemory(torch.empty(most, dtype=torch.uint8, device=device))
 
     @torch.inference_mode()
-    def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+    def sweep(self, batch: Batch) -> tuple[torch.Tensor, Timings]:
         """Logits (num_logit_rows, vocab_size) of the rows that want them, and where the time went.
 
         Logits are on the device, valid until the next sweep; `best` has each row's largest.
@@ -118,7 +119,7 @@ class StreamedModel:
             AcceleratorFull: there was too little memory for so many rows.
             AcceleratorLost: the device has failed; the process ends.
         """
-        began, kv_bytes = time.perf_counter_ns(), self._kv.num_bytes
+        began, before = time.perf_counter_ns(), self._kv.num_bytes
         with named_faults(self.device, self._others):
             try:
                 logits = self._logits(batch)
@@ -128,10 +129,11 @@ class StreamedModel:
                     self.tiers.require_unchanged()
                 raise
             self.tiers.require_unchanged()
-        return logits, self._account(time.perf_counter_ns() - began, kv_bytes)
+        self.kv_bytes = self._kv.num_bytes - before
+        return logits, self._account(time.perf_counter_ns() - began)
 
     @torch.inference_mode()
-    def warm_up(self, slot: Slot) -> SweepPrior:
+    def warm_up(self, slot: Slot, most_rows: int) -> SweepTimes:
         """Pass a token through the first layers and the head, which compiles and allocates.
 
         Except for mixtures of experts, layer 0 then runs on up to as many rows as the slot has, to predict the time of
@@ -139,15 +141,15 @@ class StreamedModel:
         does, and Unavailable if the logits are not finite.
         """
         with named_faults(self.device, self._others):
-            return self._warmed_up(slot)
+            return self._warmed_up(slot, most_rows)
 
-    def _warmed_up(self, slot: Slot) -> SweepPrior:
+    def _warmed_up(self, slot: Slot, most_rows: int) -> SweepTimes:
         num_layers = len(self.tiers.layers)
         try:
             logits = self._first_layers(slot, 1, min(WARM_LAYERS, num_layers))
             require_numbers(logits[0].cpu().double().numpy(), 0)
             if self.tiers.experts is not None:  # padding rows would choose experts too, and loading these may take long
-                return SweepPrior(step=1, volume=self._expert_volume())
+                return SweepTimes(1, most_rows, volume=self._expert_volume())
             self.tiers.restart()
             with self.tiers.layer(0) as self._held:
                 compute = compute_curve(self._passes(slot), self.rows, slot.num_rows, num_layers)
@@ -156,7 +158,8 @@ class StreamedModel:
             self.tiers.restart()
             self._figures = self.tiers.figures()
         speed, num_bytes = self._best_speed.seen(self._figures), self.tiers.placement.link_bytes
-        return SweepPrior(compute.step, compute, num_bytes, num_bytes / speed * NANO if speed else 0.0)
+        seconds = num_bytes / speed * NANO if speed else 0.0
+        return SweepTimes(compute.step, most_rows, compute, num_bytes, seconds)
 
     def _expert_volume(self) -> CostCurve:
         """Bytes over the link by rows, if rows choose experts independently."""
@@ -205,14 +208,14 @@ class StreamedModel:
             return {"input_ids": batch.input_ids}
         return {"inputs_embeds": looked_up(self._host_embeddings, batch, self.device)}
 
-    def _account(self, total_ns: int, kv_bytes: int) -> SweepFigures:
-        """Figures of the link since the last sweep; `kv_bytes` is the count before this sweep."""
+    def _account(self, total_ns: int) -> Timings:
+        """A sweep's timings, those of the link since the last sweep."""
         before, self._figures = self._figures, self.tiers.figures()
-        link_ns, link_bytes = self._figures.busy_ns - before.busy_ns, self._figures.num_bytes - before.num_bytes
+        link_ns, link_bytes = self._figures.link_ns - before.link_ns, self._figures.link_bytes - before.link_bytes
         speed = self._best_speed.seen(self._figures)
         ideal_ns = round(link_bytes / speed) if speed else 0
         wait_ns = self._figures.wait_ns - before.wait_ns
-        return SweepFigures(total_ns, wait_ns, link_ns, link_bytes, ideal_ns, self._kv.num_bytes - kv_bytes)
+        return Timings(total_ns, 0, wait_ns, total_ns - wait_ns, link_ns, link_bytes, 1, ideal_ns)
 
     def _streamed(self, index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         is_mixture = any(map(has_own_products, self.skeleton.layers[index].modules()))
@@ -345,7 +348,7 @@ class StreamedSweeper:
 
     def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
         segments = [segment for part in parts for segment in part.job.segments(part.num_context, part.has_tree)]
-        logits, figures = self._model.sweep(Batch(segments, self._model.rows, self._model.device))
+        logits, timings = self._model.sweep(Batch(segments, self._model.rows, self._model.device))
         own = self._by_job([part.job for part in parts if part.has_tree], logits)
 
         def verdict_on(job: VerifyJob) -> Verdict:
@@ -354,7 +357,7 @@ class StreamedSweeper:
             job.session.allowed = allowed = self._grammars.along(grammar, job.session.allowed, salt)
             return compute_verdict(call, job.text.tokens, rows.after, rows.best_after, allowed)
 
-        return Swept(figures, verdict_on)
+        return Swept(timings, verdict_on, self._model.kv_bytes)
 
     def _by_job(self, jobs: Sequence[VerifyJob], logits: torch.Tensor) -> dict[int, LogitRows]:
         """Each job's rows by the job's `id`; rows are in the order of jobs."""
@@ -363,5 +366,5 @@ class StreamedSweeper:
         pairs = zip(torch.split(logits, sizes), own_best, strict=True)
         return {id(job): LogitRows(*pair, self._reader) for job, pair in zip(jobs, pairs, strict=True)}
 
-    def warm_up(self, slot: Slot) -> SweepPrior | None:
-        return self._model.warm_up(slot)
+    def warm_up(self, slot: Slot, most_rows: int) -> SweepTimes | None:
+        return self._model.warm_up(slot, most_rows)

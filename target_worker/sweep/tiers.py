@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from bough.protocol.messages import Timings
 from bough.runtime.host_memory import large_pages
 from bough.sizing.placement import Placement, Tier
 from target_worker.experts.expert_cache import Expert
@@ -17,7 +18,7 @@ from target_worker.link.device_ring import DeviceRing
 from target_worker.link.direct_io import Slab
 from target_worker.link.host_layers import HostLayers
 from target_worker.link.layer_extents import LayerExperts, LayerExtents, sizes_of
-from target_worker.link.link_stats import CopyStats, DiskStats, LinkFigures
+from target_worker.link.link_stats import CopyStats, DiskStats
 from target_worker.link.streams import CudaStreams, DeviceStreams
 
 
@@ -153,7 +154,7 @@ class Tiers:
         if self.experts is not None:
             self.experts.loader.require_unchanged()
 
-    def figures(self) -> LinkFigures:
+    def figures(self) -> Timings:
         """Counters since the start of the link that brings weights to where they are used."""
         if self._streams is not None:
             return self._copy_stats.figures()

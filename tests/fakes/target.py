@@ -12,15 +12,14 @@ from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.kv.session_kv import KVArena, KVShape, KVSlot
 from bough.model.sizes.target_limits import TargetLimits
-from bough.protocol.messages import Context, VerifyCall
+from bough.protocol.messages import Context, Timings, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.row_counts import RowCounts
-from bough.sizing.sweep_times import SweepPrior
+from bough.sizing.sweep_times import SweepTimes
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.job import SweepFigures
 from target_worker.sweep.streamed_model import StreamedSweeper
 from tests.fakes.waiting import block_until
 
@@ -31,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0)
 SHAPE = KVShape(1, 1, 1, torch.float32)
 LIMITS = TargetLimits(rows=8, max_sweep_tokens=16, max_nodes=16, max_context=48)
 ROWS = RowCounts(LIMITS.rows, LIMITS.rows)
-FIGURES = SweepFigures(100, 40, 80, 1000, 60)
+FIGURES = Timings(100, 0, 40, 60, 80, 1000, 1, 60)
 
 
 class FakeModel:
@@ -42,22 +41,23 @@ class FakeModel:
 
     device = CPU
     best: torch.Tensor | None = None
+    kv_bytes = 0
 
-    def __init__(self, rows: RowCounts = ROWS, figures: SweepFigures = FIGURES) -> None:
+    def __init__(self, rows: RowCounts = ROWS, figures: Timings = FIGURES) -> None:
         self.rows = rows
         self.figures = figures
         self.batches: list[Batch] = []
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
-        self.prior: SweepPrior | None = None
+        self.times: SweepTimes | None = None
 
     @property
     def num_computed(self) -> int:
         """Number of tokens in all sweeps so far."""
         return sum(batch.num_tokens for batch in self.batches)
 
-    def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+    def sweep(self, batch: Batch) -> tuple[torch.Tensor, Timings]:
         self.batches.append(batch)
         assert self.gate.wait(10)
         if self.error is not None:
@@ -73,10 +73,10 @@ class FakeModel:
         tokens = batch.input_ids[0, batch.logit_rows]
         return torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB).float(), self.figures
 
-    def warm_up(self, slot: KVSlot) -> SweepPrior | None:
+    def warm_up(self, slot: KVSlot, most_rows: int) -> SweepTimes | None:
         if self.error is not None:
             raise self.error
-        return self.prior
+        return self.times
 
     def wait_for_sweep(self, number: int = 1) -> None:
         """Wait until `number` sweeps have begun."""

@@ -111,7 +111,7 @@ def test_a_device_that_is_lost_in_warming_up_and_in_a_verdict_is_named(
         slot = KVArena(shape, shape.empty(40, device())).take(40)
         failing_once(monkeypatch, torch.AcceleratorError(STICKY), at=1)
         with pytest.raises(AcceleratorLost):
-            model.warm_up(slot)
+            model.warm_up(slot, 8)
         row = torch.ones(3).to(device())
         monkeypatch.setattr(torch.Tensor, "copy_", _lost)
         with pytest.raises(AcceleratorLost):

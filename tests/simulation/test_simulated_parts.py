@@ -14,6 +14,7 @@ import pytest
 from bough.errors import ConfigError, Exhausted, Unavailable
 from bough.model.kv.arena import Arena
 from bough.model.sizes.target_limits import TargetLimits
+from bough.protocol.messages import Timings
 from bough.protocol.sampling_params import SamplingParams
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.line import Line
@@ -22,7 +23,6 @@ from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.job import SweepFigures
 from target_worker.simulated import SimulatedSweeper
 from tests.fakes.draft import grow_call
 from tests.fakes.simulated import TurnedClock, grammars_of, pair_of, text_of
@@ -38,16 +38,16 @@ def pair(tmp_path: Path) -> SimulatedPair:
     return pair_of(tmp_path)
 
 
-def swept_by(pair: SimulatedPair, clock: SimulatedClock, trees: list[Tree], context: int = 20) -> list[SweepFigures]:
+def swept_by(pair: SimulatedPair, clock: SimulatedClock, trees: list[Tree], context: int = 20) -> list[Timings]:
     """What the sweeps of one session after another are measured to take."""
-    figures: list[SweepFigures] = []
+    figures: list[Timings] = []
     pool = SlotPool(Arena(10_000, 1), 60.0, clock.now)
     engine = SweepEngine(
         SimulatedSweeper(pair, clock, grammars_of(pair)),
         pool,
         LIMITS,
         10,
-        observe=lambda *told: figures.append(told[-1]),
+        observe=lambda *told: figures.append(told[-1].timings),
     )
     engine.start()
     try:
@@ -66,8 +66,8 @@ def chain(length: int) -> Tree:
 def test_a_sweep_takes_the_longer_of_link_and_products(pair: SimulatedPair) -> None:
     """20 tokens of context and a root are 21 rows: 0.31 s of products beside 0.4 s of link; with 32 nodes, 0.62 s."""
     link_bound, row_bound = swept_by(pair, TurnedClock(), [chain(1), chain(32)])
-    assert link_bound == SweepFigures(4_000_000, 900_000, 4_000_000, 400_000_000, 4_000_000)
-    assert row_bound == SweepFigures(6_200_000, 0, 4_000_000, 400_000_000, 4_000_000)
+    assert link_bound == Timings(4_000_000, 0, 900_000, 3_100_000, 4_000_000, 400_000_000, 1, 4_000_000)
+    assert row_bound == Timings(6_200_000, 0, 0, 6_200_000, 4_000_000, 400_000_000, 1, 4_000_000)
 
 
 def test_what_happens_in_mid_run_lengthens_sweeps_and_not_what_the_link_could_do(tmp_path: Path) -> None:

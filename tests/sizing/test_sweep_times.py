@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.protocol.cost_curve import CostCurve
-from bough.sizing.sweep_times import SweepPrior, SweepTimes, expert_volume
+from bough.sizing.sweep_times import SweepTimes, expert_volume
 
 MOST = 1024
 Rows = Callable[[np.random.Generator, int], int]
@@ -150,7 +150,7 @@ def test_a_link_that_has_become_faster_than_computing_is_known_to_take_no_longer
 def test_one_sweep_of_one_row_says_nothing_of_the_knee() -> None:
     """A knee of 7 rows was once derived from it, of 190 in truth."""
     prior = CostCurve((1, 257), (0.1, 1.1))
-    learnt = SweepTimes(1, MOST, SweepPrior(1, prior))
+    learnt = SweepTimes(1, MOST, prior)
     assert check_curve(learnt)(257) == pytest.approx(1.1), "what is given"
     learnt.observe(1, 1.0, 0.8, 1000)
     curve = check_curve(learnt)
@@ -167,7 +167,7 @@ def test_a_scale_that_was_measured_at_a_bad_moment_is_believed_for_two_sweeps(er
     """A start beside other programs once made sweeps seem twice as long for most of an answer."""
     machine = Machine(0, 0.0, 0.1, 0.005, outliers=0.0)
     given = CostCurve((1, 257), (error * machine.seconds(1), error * machine.seconds(257)))
-    learnt = SweepTimes(1, MOST, SweepPrior(1, given))
+    learnt = SweepTimes(1, MOST, given)
     for _ in range(2):
         machine.sweep(learnt, 16)
     for rows in (8, 16, 64):
@@ -178,7 +178,7 @@ def test_trees_shrink_until_a_sweep_waits_where_the_link_was_thought_slower_than
     """Trees of the assumed knee compute for as long as the link seemed to take, which says nothing of the link."""
     machine = Machine(0, 1.0, 0.1, 0.01, outliers=0.0)
     given = CostCurve((1, 257), (machine.fixed + machine.row, machine.fixed + 257 * machine.row))
-    learnt = SweepTimes(1, MOST, SweepPrior(1, given, 1000, 1.5))
+    learnt = SweepTimes(1, MOST, given, 1000, 1.5)
     assert learnt.knee == pytest.approx(140, rel=0.05)
     for _ in range(12):
         machine.sweep(learnt, round(learnt.knee))
@@ -188,7 +188,7 @@ def test_trees_shrink_until_a_sweep_waits_where_the_link_was_thought_slower_than
 
 def test_few_row_counts_rescale_what_was_given_and_keep_its_shape() -> None:
     prior = CostCurve((1, 65, 129), (0.1, 0.1, 0.2))
-    learnt = SweepTimes(1, MOST, SweepPrior(1, prior))
+    learnt = SweepTimes(1, MOST, prior)
     for _ in range(20):
         learnt.observe(1, 0.3, 0.0)
     curve = check_curve(learnt)
@@ -196,7 +196,7 @@ def test_few_row_counts_rescale_what_was_given_and_keep_its_shape() -> None:
 
 
 def test_a_link_that_was_seen_before_the_first_sweep_is_believed_until_sweeps_say_otherwise() -> None:
-    learnt = SweepTimes(1, MOST, SweepPrior(1, CostCurve((1, 257), (0.1, 1.1)), 1000, 2.0))
+    learnt = SweepTimes(1, MOST, CostCurve((1, 257), (0.1, 1.1)), 1000, 2.0)
     assert (check_curve(learnt)(1), learnt.knee) == (pytest.approx(2.0), pytest.approx(487, rel=0.03))
     for _ in range(8):
         learnt.observe(64, 0.8, 0.45, 1000)
@@ -205,7 +205,7 @@ def test_a_link_that_was_seen_before_the_first_sweep_is_believed_until_sweeps_sa
 
 def test_a_link_that_looked_slow_at_a_start_is_disproved_by_the_first_sweep_that_waits() -> None:
     """Processes that start together share the link: it once looked four times slower for ten rounds."""
-    learnt = SweepTimes(1, MOST, SweepPrior(1, CostCurve((1, 257), (0.1, 1.1)), 1000, 4.0))
+    learnt = SweepTimes(1, MOST, CostCurve((1, 257), (0.1, 1.1)), 1000, 4.0)
     learnt.observe(32, 0.9, 0.3, 1000)
     assert check_curve(learnt)(1) == pytest.approx(0.9)
     learnt.observe(257, 1.3, 0.0, 1000)
@@ -215,11 +215,11 @@ def test_a_link_that_looked_slow_at_a_start_is_disproved_by_the_first_sweep_that
 def test_a_link_that_looked_slow_at_a_start_is_disproved_by_shorter_sweeps_that_compute() -> None:
     """Sizes at the knee of a link that looks slow compute for as long as the link is thought to take."""
     machine = Machine(0, 0.9, 0.1, 0.005, outliers=0.0)
-    learnt = SweepTimes(1, MOST, SweepPrior(1, CostCurve((1, 257), (0.1, 1.4)), 1000, 4.0))
+    learnt = SweepTimes(1, MOST, CostCurve((1, 257), (0.1, 1.4)), 1000, 4.0)
     for _ in range(6):
         machine.sweep(learnt, min(512, int(learnt.knee)))
     assert check_curve(learnt)(1) == pytest.approx(0.9, rel=0.2)
-    honest = SweepTimes(1, MOST, SweepPrior(1, CostCurve((1, 257), (0.1, 1.4)), 1000, 0.9))
+    honest = SweepTimes(1, MOST, CostCurve((1, 257), (0.1, 1.4)), 1000, 0.9)
     honest.observe(257, 1.5, 0.0, 1000)
     assert check_curve(honest)(1) == pytest.approx(0.9), "a longer sweep disproves nothing"
 
@@ -256,9 +256,7 @@ anything = st.tuples(
 def test_whatever_comes_the_curve_is_one(
     sweeps: list[tuple[int, float, float, int]], step: int, has_prior: bool
 ) -> None:
-    times = SweepTimes(
-        step, MOST, SweepPrior(step, CostCurve((1, 100), (0.1, 0.5), step), 10, 2.0) if has_prior else None
-    )
+    times = SweepTimes(step, MOST, *((CostCurve((1, 100), (0.1, 0.5), step), 10, 2.0) if has_prior else ()))
     steps = SweepTimes(1, 64)
     for rows, total, waited, num_bytes in sweeps:
         times.observe(rows, total, waited * total, num_bytes)
@@ -297,7 +295,7 @@ def test_rows_are_expected_to_choose_experts_for_themselves() -> None:
 def test_what_experts_take_is_known_at_sizes_that_no_sweep_had() -> None:
     """Of the bytes the shape is expected, of the link one sweep tells the speed: the others follow."""
     volume = expert_volume(1000, 64_000, 4 / 64, 512)
-    times = SweepTimes(1, 512, SweepPrior(1, volume=volume))
+    times = SweepTimes(1, 512, volume=volume)
     for _ in range(4):
         times.observe(16, 0.01 * volume(16), 0.009 * volume(16), round(volume(16)))
     curve = times.curve()

@@ -12,9 +12,10 @@ from contextlib import suppress
 import pytest
 
 from bough.errors import ConfigError
+from bough.protocol.messages import Timings, Verdict
 from target_worker.kv.slot_pool import PoolFigures
 from target_worker.metrics import Metrics, TargetLoad
-from target_worker.scheduler.job import SweepFigures
+from target_worker.scheduler.job import Swept
 from tests.fakes.waiting import block_until
 
 
@@ -24,7 +25,8 @@ def test_sweeps_are_counted_and_served() -> None:
     metrics.serve("127.0.0.1", 0)
     try:
         for _ in range(2):
-            metrics.observe(3, 64, SweepFigures(2_000_000_000, 500_000_000, 1_800_000_000, 1000, 1_000_000_000, 30))
+            timings = Timings(2_000_000_000, 0, 500_000_000, 1_500_000_000, 1_800_000_000, 1000, 1, 1_000_000_000)
+            metrics.observe(3, 64, Swept(timings, lambda _: Verdict((), 0, ()), 30))
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=5) as reply:
             text = reply.read().decode()
         other = Metrics("other")

@@ -135,7 +135,7 @@ def test_what_is_there_is_not_copied_again_and_guesses_are_few(
         for _ in range(5):
             rounds.sweep(range(6))
         rounds._streams.compute_event().synchronize()
-        assert rounds.traffic.figures().num_bytes == 24 * size
+        assert rounds.traffic.figures().link_bytes == 24 * size
     with rounds_of(layers, 12, 0) as rounds:
         assert rounds.copies.max_prefetches == 2
         for _ in range(5):
@@ -174,7 +174,7 @@ def test_the_bits_are_those_of_whole_layers(whole_layers: WholeLayers, max_resid
         with apart as model:
             for mine, right in zip(logits_of(model, *SIZES), wanted, strict=True):
                 assert torch.equal(mine, right)
-            assert model.tiers.figures().num_bytes > 0
+            assert model.tiers.figures().link_bytes > 0
 
 
 def test_packed_experts_too(tmp_path: Path) -> None:

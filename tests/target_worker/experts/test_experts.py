@@ -79,10 +79,10 @@ def test_a_token_reads_what_it_chooses_and_padding_chooses_nothing(tmp_path: Pat
     config = FAMILIES["qwen3 moe"]
     folder = save_model(tmp_path / "model", config)
     with streamed(folder, torch.bfloat16, max_resident=config.num_hidden_layers, expert_slabs=6) as model:
-        slot, before = new_slot(model), model.tiers.figures().num_bytes
+        slot, before = new_slot(model), model.tiers.figures().link_bytes
         model.sweep(Batch([Segment.tree(slot, 0, Tree.root(5))], model.rows, CPU))
         expert_bytes = max(e.num_bytes for layer in plan_of(folder).values() for e in layer.each)
-        read = model.tiers.figures().num_bytes - before
+        read = model.tiers.figures().link_bytes - before
         assert 0 < read <= config.num_hidden_layers * config.num_experts_per_tok * expert_bytes
 
 
@@ -117,7 +117,7 @@ class Rounds:
 
     def _num_bytes(self) -> int:
         assert isinstance(self._store.loader, ExpertReads)
-        return self._store.loader._traffic.figures(0).num_bytes
+        return self._store.loader._traffic.figures(0).link_bytes
 
 
 def read(file: Path, offset: int, num_bytes: int) -> bytes:

@@ -158,9 +158,9 @@ def two_rounds(folder: Path, dtype: torch.dtype, staged_rows: int) -> tuple[list
                 context = [token % 90 for token in range(size)]
                 segments.append(Segment.context(slot, slot.length, context))
                 segments.append(Segment.tree(slot, slot.length + size, tree))
-            result, figures = model.sweep(Batch(segments, model.rows, CPU))
+            result, _ = model.sweep(Batch(segments, model.rows, CPU))
             logits.append(result.clone())
-            num_bytes += figures.kv_bytes
+            num_bytes += model.kv_bytes
             for context, guesses in zip(segments[::2], segments[1::2], strict=True):
                 context.slot.compact(context.rows.tolist(), context.tokens.tolist())
                 context.slot.compact(guesses.rows[[0, 2, 3]].tolist(), [5, 7, 8])

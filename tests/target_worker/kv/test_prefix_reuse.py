@@ -15,19 +15,18 @@ import torch
 from bough.model.batch.batch import Batch
 from bough.model.kv.session_kv import KVArena
 from bough.model.sizes.target_limits import TargetLimits
-from bough.protocol.messages import VerifyCall, VerifyResult
+from bough.protocol.messages import Timings, VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.row_counts import RowCounts
 from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.job import SweepFigures
 from target_worker.sweep.streamed_model import StreamedModel, StreamedSweeper
 from tests.fakes.models import streamed
 from tests.fakes.target import CPU, NO_GRAMMARS, Clock, FakeModel, new_pool, verify_call
 
 LIMITS = TargetLimits(rows=64, max_sweep_tokens=1024, max_nodes=32, max_context=1024)
-LINK_BOUND = SweepFigures(1_000_000_000, 900_000_000, 1_000_000_000, 1, 1)
+LINK_BOUND = Timings(1_000_000_000, 0, 900_000_000, 100_000_000, 1_000_000_000, 1, 1, 1)
 SYSTEM = [n % 47 for n in range(500)]
 BLOCKS = 480  # tokens of whole blocks of it, which sessions share
 
@@ -150,11 +149,11 @@ class Recording:
     best = None
 
     def __init__(self, model: StreamedModel) -> None:
-        self.rows, self.device, self._model = model.rows, model.device, model
+        self.rows, self.device, self._model, self.kv_bytes = model.rows, model.device, model, 0
         self.logits: list[torch.Tensor] = []
         self.num_computed = 0
 
-    def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+    def sweep(self, batch: Batch) -> tuple[torch.Tensor, Timings]:
         logits, figures = self._model.sweep(batch)
         self.logits.append(logits.clone())
         self.num_computed += batch.num_tokens

@@ -103,8 +103,8 @@ def test_copies_run_ahead_of_the_next_sweep_and_no_further_than_the_slabs() -> N
         sweep(ring, streams)
         until_carried(ring, (len(INDICES) + 3) * SIZE)  # the slabs that are free are filled without anyone asking
         figures = ring.figures()
-        assert figures.num_bytes == (len(INDICES) + 3) * SIZE
-        assert figures.busy_ns == (len(INDICES) + 3) * 1_000_000
+        assert figures.link_bytes == (len(INDICES) + 3) * SIZE
+        assert figures.link_ns == (len(INDICES) + 3) * 1_000_000
         assert figures.wait_ns == len(INDICES) * 1_000_000
 
 
@@ -198,7 +198,7 @@ def test_three_tiers_give_the_bits_that_two_give(
         assert [len(placement.layers(tier)) for tier in (Tier.RESIDENT, Tier.HOST, Tier.DISK)] == by_tier
         for mine, theirs in zip(plain_logits(model, tokens), wanted, strict=True):
             assert torch.equal(mine, theirs)
-        assert model.tiers.figures().num_bytes >= len(tokens) * placement.link_bytes
+        assert model.tiers.figures().link_bytes >= len(tokens) * placement.link_bytes
 
 
 class Recorded(EagerMode):

@@ -62,7 +62,7 @@ def ring_over(layers: list[LayerExtents], num_slabs: int, num_threads: int) -> I
 def until_carried(ring: Ring | DeviceRing, num_bytes: int) -> None:
     """Wait for what a ring does ahead, asleep, as its threads need turns."""
     deadline = time.monotonic() + 20
-    while (so_far := ring.figures().num_bytes) < num_bytes:
+    while (so_far := ring.figures().link_bytes) < num_bytes:
         assert time.monotonic() < deadline, f"only {so_far} of {num_bytes} bytes came"
         time.sleep(0.001)
 
@@ -88,9 +88,9 @@ def test_reading_runs_ahead_of_the_next_sweep_and_no_further_than_the_slabs(laye
         check_sweep(ring)
         until_carried(ring, (NUM_LAYERS + 3) * layers[0].num_bytes)  # free slabs are filled without anyone asking
         before = ring.figures()
-        assert before.num_bytes == (NUM_LAYERS + 3) * layers[0].num_bytes
+        assert before.link_bytes == (NUM_LAYERS + 3) * layers[0].num_bytes
         check_sweep(ring)
-        assert ring.figures().busy_ns > before.busy_ns
+        assert ring.figures().link_ns > before.link_ns
 
 
 @pytest.mark.parametrize("num_slabs", [1, 2, 4])
@@ -98,9 +98,9 @@ def test_a_sweep_brings_what_the_ring_has_no_room_for(layers: list[LayerExtents]
     with ring_over(layers, num_slabs, num_threads=2) as ring:
         for number in range(3):
             until_carried(ring, (number * NUM_LAYERS + num_slabs) * layers[0].num_bytes)
-            before = ring.figures().num_bytes
+            before = ring.figures().link_bytes
             check_sweep(ring)
-            assert ring.figures().num_bytes - before >= (NUM_LAYERS - num_slabs) * layers[0].num_bytes
+            assert ring.figures().link_bytes - before >= (NUM_LAYERS - num_slabs) * layers[0].num_bytes
 
 
 def test_a_sweep_over_a_ring_with_room_for_all_may_be_over_before_a_slow_link_brings_anything(
@@ -112,7 +112,7 @@ def test_a_sweep_over_a_ring_with_room_for_all_may_be_over_before_a_slow_link_br
         read, may_read = ring._disk.read, threading.Event()
         monkeypatch.setattr(ring._disk, "read", lambda *range_: may_read.wait(PATIENCE_SECONDS) and read(*range_))
         check_sweep(ring)
-        assert ring.figures().num_bytes == NUM_LAYERS * layers[0].num_bytes
+        assert ring.figures().link_bytes == NUM_LAYERS * layers[0].num_bytes
         may_read.set()
         check_sweep(ring)
 

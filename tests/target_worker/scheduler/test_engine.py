@@ -18,12 +18,11 @@ from bough.errors import Exhausted, InvalidRequest, NotFound, PrefixMissing, Sta
 from bough.model.batch.batch import Batch
 from bough.model.kv.session_kv import KVSlot
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.messages import VerifyCall, VerifyResult
+from bough.protocol.messages import Timings, VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
-from bough.sizing.sweep_times import SweepPrior
+from bough.sizing.sweep_times import SweepTimes
 from bough.trees.tree import Tree
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.job import SweepFigures
 from target_worker.verification.verify import walk
 from tests.fakes.target import CPU, LIMITS, SHAPE, VOCAB, Clock, FakeModel, new_pool, running, verify_call
 
@@ -80,7 +79,7 @@ def test_a_verdict_tells_of_its_sweep_and_what_sweeps_take(engine: SweepEngine, 
 
 
 def test_what_a_warm_up_took_is_told_before_the_first_sweep(engine: SweepEngine, model: FakeModel) -> None:
-    model.prior = SweepPrior(8, CostCurve((8, 16), (0.5, 0.9), 8), 1000, 0.7)
+    model.times = SweepTimes(8, LIMITS.max_sweep_tokens, CostCurve((8, 16), (0.5, 0.9), 8), 1000, 0.7)
     engine.warm_up().result(5)
     assert engine.cost is not None
     assert [engine.cost(rows) for rows in (1, 16)] == pytest.approx([0.7, 0.9])
@@ -245,7 +244,7 @@ def test_a_failed_sweep_fails_its_calls_and_nothing_else(engine: SweepEngine, mo
 def test_logits_that_are_no_numbers_fail_their_call_alone(engine: SweepEngine, model: FakeModel) -> None:
     real = model.sweep
 
-    def broken(batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+    def broken(batch: Batch) -> tuple[torch.Tensor, Timings]:
         logits, figures = real(batch)
         logits[batch.input_ids[0, batch.logit_rows] == 13] = float("nan")
         return logits, figures
@@ -426,7 +425,7 @@ def test_the_thread_outlives_what_goes_wrong_before_a_sweep(
 
 def test_sessions_that_draft_are_waited_for(clock: Clock) -> None:
     """Two sessions whose sweeps take a second and whose drafting takes a moment: rounds go together."""
-    model = FakeModel(figures=SweepFigures(1_000_000_000, 0, 0, 0, 0))
+    model = FakeModel(figures=Timings(1_000_000_000, 0, 0, 1_000_000_000, 0, 0, 1, 0))
     with running(model, new_pool(clock), max_delay=0.9) as engine:
         tokens = {"a": [1], "b": [1]}
         for round_ in range(6):
@@ -440,7 +439,8 @@ def test_sessions_that_draft_are_waited_for(clock: Clock) -> None:
         assert sum(batch.num_tokens == 2 for batch in model.batches) >= 3
 
 
-AN_HOUR = SweepFigures(3_600_000_000_000, 0, 0, 0, 0)  # as if a sweep had taken one: whoever waits, waits
+HOUR_NS = 3_600_000_000_000
+AN_HOUR = Timings(HOUR_NS, compute_ns=HOUR_NS, num_passes=1)  # as if a sweep had taken one: whoever waits, waits
 
 
 def say(engine: SweepEngine, name: str, tokens: list[int], round_: int, num_running: int) -> Future[VerifyResult]:

@@ -17,7 +17,7 @@ from bough.model.batch.batch import Batch
 from bough.model.kv.session_kv import KVArena
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.messages import VerifyCall, VerifyResult
+from bough.protocol.messages import Timings, VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
@@ -25,14 +25,13 @@ from bough.trees.tree_plan import Scheme
 from loadtest.common.tiny_model import TINY, save_model
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.job import SweepFigures
 from target_worker.scheduler.row_division import SweepTree, SweepYield, Yield, may_leave_out
 from target_worker.sweep.streamed_model import StreamedModel, StreamedSweeper
 from tests.fakes.models import streamed
 from tests.fakes.target import CPU, LIMITS, NO_GRAMMARS, Clock, FakeModel, new_pool, verify_call
 
 SAMPLED = SamplingParams(temperature=0.9, seed=7)
-DEAR = SweepFigures(1_000_000_000, 0, 0, 0, 0)  # a second for every sweep, all of it computing
+DEAR = Timings(1_000_000_000, 0, 0, 1_000_000_000, 0, 0, 1, 0)  # a second for every sweep, all of it computing
 
 
 class Gated:
@@ -46,7 +45,7 @@ class Gated:
         self.engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), pool, limits, 100)
         self._num_alone = 0
 
-    def _gated(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+    def _gated(self, batch: Batch) -> tuple[torch.Tensor, Timings]:
         self.num_rows.append(batch.num_tokens)
         self._began.release()
         assert self._gate.wait(10)

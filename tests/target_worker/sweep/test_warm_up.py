@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from bough.protocol.cost_curve import CostCurve
 from bough.sizing.row_counts import RowCounts
 from loadtest.common.inline_streams import InlineStreams
 from loadtest.common.tiny_model import TINY, save_model
+from target_worker.sweep import streamed_model
 from target_worker.sweep.streamed_model import PassSeconds, compute_curve
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.models import new_slot, plain_logits, streamed
 
 TOKENS = [5, 6, 7, 8]
+MOST = 100  # rows of a sweep
 WAYS: dict[str, dict[str, Any]] = {
     "from disk": {},
     "resident": {"max_resident": 12},
@@ -40,14 +43,30 @@ def test_what_is_said_afterwards_is_the_same(twelve_layers: Path, way: str) -> N
         wanted = plain_logits(model, TOKENS)
     with streamed(twelve_layers, torch.bfloat16, **WAYS[way]) as model:
         for _ in range(2):
-            model.warm_up(new_slot(model))
+            model.warm_up(new_slot(model), MOST)
             assert all(torch.equal(*pair) for pair in zip(plain_logits(model, TOKENS), wanted, strict=True))
 
 
-def test_a_start_tells_what_sweeps_can_be_expected_to_take(twelve_layers: Path) -> None:
+class Known(NamedTuple):
+    """What sweeps are said to take, in place of the class that learns on from there."""
+
+    step: int
+    most_rows: int
+    compute: CostCurve | None = None
+    link_bytes: int = 0
+    link_seconds: float = 0.0
+    volume: CostCurve | None = None
+
+
+def test_a_start_tells_what_sweeps_can_be_expected_to_take(
+    twelve_layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed_model, "SweepTimes", Known)
     with streamed(twelve_layers, torch.bfloat16) as model:
-        prior = model.warm_up(new_slot(model))
+        prior = model.warm_up(new_slot(model), MOST)
+        assert isinstance(prior, Known)
         assert prior.compute is not None
+        assert prior.most_rows == MOST
         prior.compute.validate("compute")
         assert prior.step == prior.compute.step == model.rows.step
         assert prior.link_bytes == sum(layer.num_bytes for layer in model.tiers.layers)
@@ -74,13 +93,17 @@ def test_of_a_layer_and_the_head_a_whole_sweep_is_made() -> None:
     compute_curve(lambda tokens: PassSeconds(1 / tokens, 0.0), RowCounts(256, 1), 1000, 10).validate("compute")
 
 
-def test_experts_that_were_read_for_it_are_no_others_later(tmp_path: Path) -> None:
+def test_experts_that_were_read_for_it_are_no_others_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_model, "SweepTimes", Known)
     folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
     with streamed(folder, torch.bfloat16) as model:
         wanted = plain_logits(model, TOKENS)
     with streamed(folder, torch.bfloat16, expert_slabs=8) as model:
-        prior = model.warm_up(new_slot(model))
-        assert (prior.step, prior.compute) == (1, None), "rows cost what they choose, not what pads them"
+        prior = model.warm_up(new_slot(model), MOST)
+        assert isinstance(prior, Known)
+        assert (prior.step, prior.most_rows, prior.compute) == (1, MOST, None), (
+            "rows cost what they choose, not what pads them"
+        )
         assert prior.volume is not None
         assert 0 < prior.volume(1) <= prior.volume(8) <= model.tiers.placement.link_bytes
         assert all(torch.equal(*pair) for pair in zip(plain_logits(model, TOKENS), wanted, strict=True))
@@ -90,5 +113,5 @@ def test_it_does_not_read_the_model(twelve_layers: Path) -> None:
     """Two layers, the first one again, and what the ring reads ahead of them: not counted as the next sweep's."""
     with streamed(twelve_layers, torch.bfloat16) as model:
         sizes = sum(layer.num_bytes for layer in model.tiers.layers)
-        model.warm_up(new_slot(model))
-        assert model.tiers.figures().num_bytes <= 0.8 * sizes
+        model.warm_up(new_slot(model), MOST)
+        assert model.tiers.figures().link_bytes <= 0.8 * sizes
