@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from typing import TypeVar
 
-from bough.concurrency.tasks import came_true, end
+from bough.concurrency.tasks import came_true
 from bough.errors import AlreadyRunning, BoughError, DeadlineExceeded, NotFound, StaleEpoch
 from orchestrator.admission.admission import Hold
+from orchestrator.sessions.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 
 ENDING_SECONDS = 5.0  # limit for a stream that was cut off to free its resources
 
 Result = TypeVar("Result")
-Item = TypeVar("Item")
 
 
 @dataclass(slots=True, eq=False)
@@ -27,20 +28,29 @@ class Stream:
 
     request_id: str
     session_id: str  # empty if the client gave none
-    ended: asyncio.Event = field(default_factory=asyncio.Event)  # ended from outside
-    error: BoughError | None = None  # the error that it ended with; None is an abort
     hold: Hold = field(default_factory=Hold)  # its place or turn in `Admission`
+    deadline: Deadline = field(default_factory=Deadline)
+    resources: ExitStack = field(default_factory=ExitStack)  # all that it holds
+    is_ended: bool = False  # from outside
+    error: BoughError | None = None  # the error that it ended with; None is an abort
     is_closed: bool = False  # the session was closed, so that nothing of it is kept
     _limit: asyncio.Timeout | None = None  # of the work under way
     _left: Callable[[str], None] | None = None  # is told of the call that takes the session over
     _successor: str | None = None  # the session that this call runs; empty if none
 
     def end(self, error: BoughError | None = None) -> None:
-        """End the stream early."""
+        """End the stream early. With an error, what it holds is freed even while its reader asks for nothing."""
         self.error = self.error or error
-        if not self.ended.is_set():
-            self.ended.set()
-            self._interrupt()
+        is_first, self.is_ended = not self.is_ended, True
+        if self._limit is None:
+            if self.error is not None:
+                self.free()
+        elif is_first:
+            self._interrupt(self._limit)
+
+    def free(self) -> None:
+        """Free all that the stream holds, once."""
+        self.resources.close()
 
     def close(self, error: BoughError) -> None:
         """End the stream, as its session was closed."""
@@ -65,6 +75,10 @@ class Stream:
         if left is not None:
             left(session_id)
 
+    def supersede(self, earlier: Stream) -> None:
+        """End an earlier stream of the same request, whose place this one has taken over."""
+        earlier.end(StaleEpoch(f"request_id: {self.request_id!r} has been resumed by another call"))
+
     def takes_over(self, earlier: Stream, session_id: str) -> None:
         """Tell an earlier stream which session this one runs; if none, the call that has superseded this one tells."""
         if self.is_superseded and not session_id:
@@ -73,18 +87,22 @@ class Stream:
             earlier.succeeded_by(session_id)
 
     async def before_end(self, work: Awaitable[Result]) -> Result | None:
-        """The result of `work`; None if the stream is aborted first, which cancels it. Raises the stream's error.
+        """The result of `work`; None if the stream is aborted first, which cancels it.
 
-        The calling task does the work: another task for each round would cost more than the round's tree.
+        The calling task does the work: another task for each round would cost more than the round's tree. Raises the
+        stream's error, or DeadlineExceeded.
         """
-        result = None
+        result, deadline = None, self.deadline.deadline
         try:
-            async with asyncio.timeout(None) as self._limit:
-                if self.ended.is_set():
-                    self._interrupt()
+            # The clock of asyncio's own event loops is the monotonic one.
+            async with asyncio.timeout_at(deadline if deadline < inf else None) as self._limit:
+                if self.is_ended:
+                    self._interrupt(self._limit)
                 result = await work
-        except Exception:
-            if not self.ended.is_set():
+        except Exception as exc:
+            if not self.is_ended:
+                if self._limit is not None and self._limit.expired():
+                    raise DeadlineExceeded("deadline: the caller's deadline for this request has passed") from exc
                 raise
         finally:
             self._limit = None
@@ -92,50 +110,9 @@ class Stream:
             raise self.error
         return result
 
-    def _interrupt(self) -> None:
-        if self._limit is not None:
-            self._limit.reschedule(asyncio.get_running_loop().time())
-
-    async def delivered(self, events: AsyncGenerator[Item, None], stalled_seconds: float) -> AsyncGenerator[Item, None]:
-        """Yield `events` to a reader that may be slow or stop reading.
-
-        Resources of `events` are freed as soon as the stream ends with an error, even while the reader still has the
-        last event and has not asked for the next. The reader gets the error when it asks again.
-
-        Raises:
-            DeadlineExceeded: the reader took nothing for `stalled_seconds`.
-        """
-        turn = asyncio.Lock()  # only one task at a time may ask the generator for its next event, or close it
-        freeing = asyncio.create_task(self._free_at_error(events, turn))
-        stalled = DeadlineExceeded(
-            f"the stream has not been read for {stalled_seconds:g} s; it is ended, and can be resumed"
-        )
-        try:
-            while True:
-                try:
-                    async with turn:
-                        event = await anext(events)
-                except StopAsyncIteration:
-                    if self.error is not None:
-                        raise self.error from None
-                    return
-                timer = asyncio.get_running_loop().call_later(stalled_seconds, self.end, stalled)
-                try:
-                    yield event
-                finally:
-                    timer.cancel()
-        finally:
-            try:
-                async with turn:
-                    await events.aclose()
-            finally:
-                await end(freeing)
-
-    async def _free_at_error(self, events: AsyncGenerator[Item, None], turn: asyncio.Lock) -> None:
-        await self.ended.wait()
-        if self.error is not None:
-            async with turn:
-                await events.aclose()
+    @staticmethod
+    def _interrupt(limit: asyncio.Timeout) -> None:
+        limit.reschedule(asyncio.get_running_loop().time())
 
 
 class Running:
@@ -150,13 +127,13 @@ class Running:
 
     @contextmanager
     def admitted(self, stream: Stream, takes_over: bool) -> Iterator[Stream | None]:
-        """Register a stream during the block. With `takes_over`, end and yield an earlier stream of the request.
+        """Register a stream during the block. With `takes_over`, yield an earlier stream of the request, to be ended.
 
         Raises:
             AlreadyRunning: the request, or another one of the session, is running.
         """
         request_id, session_id = stream.request_id, stream.session_id
-        earlier = self._refuse_or_end(request_id, session_id, takes_over)
+        earlier = self._earlier(request_id, session_id, takes_over)
         self._by_request[request_id] = stream
         if session_id:
             self._by_session[session_id] = stream
@@ -182,11 +159,11 @@ class Running:
         if await came_true(lambda: not self._by_request, timeout_seconds):
             return
         logger.warning("%d requests did not finish in %g s and are cut off", len(self), timeout_seconds)
-        for stream in self._by_request.values():
+        for stream in [*self._by_request.values()]:
             stream.end(error)
         await came_true(lambda: not self._by_request, ENDING_SECONDS)
 
-    def _refuse_or_end(self, request_id: str, session_id: str, takes_over: bool) -> Stream | None:
+    def _earlier(self, request_id: str, session_id: str, takes_over: bool) -> Stream | None:
         same, neighbour = self._by_request.get(request_id), self._by_session.get(session_id)
         if neighbour is not None and not (takes_over and neighbour is same):
             raise AlreadyRunning("session_id", f"{session_id!r} has a request running; wait for its end")
@@ -194,5 +171,4 @@ class Running:
             return None
         if not takes_over:
             raise AlreadyRunning("request_id", f"{request_id!r} is running; give this request another one, or wait")
-        same.end(StaleEpoch(f"request_id: {request_id!r} has been resumed by another call"))
         return same

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from contextlib import AsyncExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -87,7 +87,7 @@ class Opening:
     waiting: TargetWaiting
     _made: _Made | None = None
 
-    async def open(self, prompt: Prompt, options: GenerateOptions, until: AsyncExitStack, deadline: Deadline) -> Opened:
+    async def open(self, prompt: Prompt, options: GenerateOptions, until: ExitStack, deadline: Deadline) -> Opened:
         """Open a session for a request with an id, and take a place at a target, which is left when `until` is closed.
 
         Raises:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 
-from bough.concurrency.tasks import background
 from bough.trees.tree import Tree
 from orchestrator.rounds.suffix_automaton import (
     DraftOpinion,
@@ -88,13 +88,20 @@ class PromptLookup:
         self._own = Acceptance(shared.probability)
         self._is_reading = False  # in the background
 
-    def reading(self, tokens: Sequence[int], run: Run) -> AbstractAsyncContextManager[None]:
+    @contextmanager
+    def reading(self, tokens: Sequence[int], run: Run) -> Iterator[None]:
         """Read a long prompt in the background during the block, by `run`, which runs work in a thread.
 
         Rounds do not wait for it; there are no guesses before its end.
         """
-        self._is_reading = len(tokens) > MAX_READ
-        return background(self._read(tokens, run)) if self._is_reading else nullcontext()
+        if len(tokens) <= MAX_READ:
+            yield
+            return
+        self._is_reading, reading = True, asyncio.create_task(self._read(tokens, run))
+        try:
+            yield
+        finally:
+            reading.cancel()
 
     async def _read(self, tokens: Sequence[int], run: Run) -> None:
         for begin in range(0, len(tokens), MAX_READ):

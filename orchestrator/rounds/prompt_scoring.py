@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,34 +21,48 @@ from orchestrator.sessions.session import Session
 from orchestrator.sizing.plans import Proposal
 
 
-async def scored_prompt(
-    session: Session, place: TargetPlace, verifier: Verifier, num_top: int
-) -> AsyncIterator[PromptLogprobs]:
-    """Yield the log-probabilities of a session's prompt, a tree's worth at a time, each with `num_top` alternatives.
+@dataclass(slots=True)
+class PromptScoring:
+    """The log-probabilities of a session's prompt, a tree's worth at a time, each with `num_top` alternatives.
 
-    The whole prompt is computed, whatever the target holds of it. Afterwards the target holds all of it. Raises what a
-    round does, and InvalidRequest if the target does not score given tokens.
+    The whole prompt is computed, whatever the target holds of it. Afterwards the target holds all of it.
     """
-    prompt = [*session.tokens[: session.prompt_length]]
-    tokenizer = place.target.tokenizer
-    begins = await verifier.directory.tokenizing.run(lambda: token_begins(tokenizer, prompt))
-    place.believe(0)
-    session.cached_tokens = 0
-    yield PromptLogprobs(tuple(prompt[:1]), (), begins[:1])
-    num_scored = 1
-    while num_scored < len(prompt):
+
+    session: Session
+    place: TargetPlace
+    verifier: Verifier
+    num_top: int
+    _begins: tuple[int, ...] = ()  # of all tokens
+    _num_scored: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_scored == self.session.prompt_length
+
+    async def next(self) -> PromptLogprobs:
+        """The next tokens' log-probabilities; the first token has none.
+
+        Raises what a round does, and InvalidRequest if the target does not score given tokens.
+        """
+        session, place, begin = self.session, self.place, self._num_scored
+        if begin == 0:
+            prompt, tokenizer = [*session.tokens[: session.prompt_length]], place.target.tokenizer
+            self._begins = await self.verifier.directory.tokenizing.run(lambda: token_begins(tokenizer, prompt))
+            place.believe(0)
+            session.cached_tokens, self._num_scored = 0, 1
+            return PromptLogprobs(tuple(prompt[:1]), (), self._begins[:1])
         # The last token that was scored is the root, as its keys and values count as not held.
-        chain = prompt[num_scored - 1 : num_scored - 1 + place.target.info.max_nodes]
+        end = min(begin - 1 + place.target.info.max_nodes, session.prompt_length)
+        chain = [*session.tokens[begin - 1 : end]]
         proposal = Proposal(Tree.chain(chain), False, np.zeros(0, np.intp), is_given=True)
-        with session.trace.child("score") as session.span, _standing_at(session, num_scored, num_top):
-            result, _ = await verifier.verify(session, place, proposal)
+        with session.trace.child("score") as session.span, _standing_at(session, begin, self.num_top):
+            result, _ = await self.verifier.verify(session, place, proposal)
             session.round += 1
         if [at.token.token_id for at in result.verdict.logprobs] != chain[1:]:
             raise InvalidRequest("prompt_logprobs", "must be left out, as this target worker is older and reports none")
-        scored = slice(num_scored, num_scored + len(chain) - 1)
-        num_scored = scored.stop
-        place.believe(min(result.held_length, num_scored - 1))
-        yield PromptLogprobs(tuple(chain[1:]), result.verdict.logprobs, begins[scored])
+        self._num_scored = end
+        place.believe(min(result.held_length, end - 1))
+        return PromptLogprobs(tuple(chain[1:]), result.verdict.logprobs, self._begins[begin:end])
 
 
 @contextmanager

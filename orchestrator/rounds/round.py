@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, InvalidRequest, InvalidTree, Unavailable
 from bough.protocol.codec_fields import like
 from bough.protocol.decision import RoundTimings
-from bough.protocol.generation import PromptLogprobs, Tokens
+from bough.protocol.generation import Tokens
 from bough.protocol.messages import GrowResult, VerifyResult
 from bough.telemetry.logs import log_session
 from bough.trees.tree import Tree
@@ -22,7 +22,6 @@ from orchestrator.cluster.worker_clients import Timed
 from orchestrator.cluster.worker_handle import DraftHandle, TargetHandle
 from orchestrator.opening.recorder import Recorder, request_record, session_record
 from orchestrator.rounds.prompt_lookup import Acceptance, PromptLookup, assumed_probability
-from orchestrator.rounds.prompt_scoring import scored_prompt
 from orchestrator.rounds.suffix_automaton import LookupLimits
 from orchestrator.rounds.verifier import Verifier
 from orchestrator.sessions.session import Session, verified_part
@@ -38,7 +37,7 @@ GROWING_SHARE = 0.8  # of a draft call's time limit, since part of a tree is bet
 
 @dataclass(slots=True)
 class Rounds:
-    """Runs sessions to their end with the available workers."""
+    """Runs rounds of sessions with the available workers."""
 
     config: OrchestratorConfig
     directory: Directory
@@ -48,27 +47,20 @@ class Rounds:
     acceptance: AcceptanceCounter
     lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # shared by all sessions
 
-    async def run(self, session: Session, place: TargetPlace) -> AsyncGenerator[Tokens | PromptLogprobs]:
-        """Run rounds of a session until it is finished, after those that score its prompt, if that is asked for.
+    def lookup(self, session: Session, resources: ExitStack) -> PromptLookup:
+        """Guesses from the session's text, which is read until `resources` are closed, or to its end."""
+        lookup = PromptLookup(self.lookups)
+        known = session.tokens[:] if self._num_lookup(session) else ()
+        resources.enter_context(lookup.reading(known, self.directory.tokenizing.run))
+        return lookup
+
+    async def run(self, session: Session, place: TargetPlace, lookup: PromptLookup) -> Tokens:
+        """Run one round, in its own span, with the guesses that are available.
 
         A draft's failure costs a round its guesses, except for those from the session's own text. A target's failure
         costs the time to continue, possibly at another target, to which its place moves. Raises what `Verifier.verify`
         does.
         """
-        if session.prompt_logprobs is not None and not session.is_finished:  # else its client has seen them all
-            async for scores in scored_prompt(session, place, self.verifier, session.prompt_logprobs):
-                yield scores
-            if not session.stops.max_tokens:
-                session.finish_reason = "length"
-            self.record(session, place)
-        lookup = PromptLookup(self.lookups)
-        known = session.tokens[:] if self._num_lookup(session) else ()
-        async with lookup.reading(known, self.directory.tokenizing.run):
-            while not session.is_finished:
-                yield await self._traced(session, place, lookup)
-
-    async def _traced(self, session: Session, place: TargetPlace, lookup: PromptLookup) -> Tokens:
-        """Run one round in its own span."""
         log_session(session.session_id)
         with session.trace.child("round", {"bough.round": session.round}) as session.span:
             tokens = await self._round(session, place, lookup)
@@ -77,7 +69,6 @@ class Rounds:
         return tokens
 
     async def _round(self, session: Session, place: TargetPlace, lookup: PromptLookup) -> Tokens:
-        """Run one round, with the guesses that are available."""
         await self.directory.limiter.acquire()
         began_ns = time.perf_counter_ns()
         draft = self._draft(session, place.target)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from enum import Enum
 from math import inf
 
 from bough import __version__
 from bough.config.processes import OrchestratorConfig
-from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.errors import DeadlineExceeded, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.decision import Decision
 from bough.protocol.generation import (
     PROTOCOL_VERSION,
@@ -19,7 +21,6 @@ from bough.protocol.generation import (
     ModelInfo,
     Prompt,
     ServerInfo,
-    Tokens,
 )
 from bough.telemetry.tracing import CURRENT_SPAN
 from bough.trees.scheme_acceptance import SchemeAcceptance
@@ -34,6 +35,7 @@ from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.opening import Opened, Opening
 from orchestrator.opening.recorder import Recorder
 from orchestrator.opening.target_waiting import TargetWaiting
+from orchestrator.rounds.prompt_scoring import PromptScoring
 from orchestrator.rounds.round import Rounds
 from orchestrator.rounds.verifier import Verifier
 from orchestrator.serving.model_texts import MOST_HELD, ModelTexts
@@ -53,29 +55,27 @@ class Requests:
 
     def __init__(self, config: OrchestratorConfig, directory: Directory, holder_id: str) -> None:
         """`holder_id` identifies this orchestrator in claims of sessions."""
-        self.directory = directory
+        self.config, self.directory = config, directory
         self.admission = Admission(config.max_running, config.max_waiting)
         self.totals = RequestTotals()
         self.call_limiter = CallLimiter(self.admission, lambda: largest_context(directory), self.totals.failed)
-        self._queue_timeout = config.queue_timeout
-        self._stalled_timeout = config.stalled_timeout
         self._claims = Epochs(directory, holder_id)
-        self._recorder = Recorder(directory.registry)
+        self.recorder = Recorder(directory.registry)
         waiting = TargetWaiting(directory, self.admission, config.failover_timeout)
-        self._opening = Opening(config, directory, self._recorder, self._claims, waiting)
+        self.opening = Opening(config, directory, self.recorder, self._claims, waiting)
         self.sizer = MeasuredSizer(TreeSizer.of(config))
-        self._endings = Endings(directory, self._recorder)
-        self._verifier = Verifier(config, directory, self._claims, self._endings)
-        self._rounds = Rounds(config, directory, self.sizer, self._verifier, self._recorder, AcceptanceCounter())
+        self.endings = Endings(directory, self.recorder)
+        self._verifier = Verifier(config, directory, self._claims, self.endings)
+        self.rounds = Rounds(config, directory, self.sizer, self._verifier, self.recorder, AcceptanceCounter())
         self.loop_lag = LoopLag()
-        self._running = Running()
+        self.streams = Running()
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session ids of the latest requests, by request id
         self.texts = ModelTexts(TargetWaiting(directory, self.admission, config.failover_timeout, MOST_HELD), config)
         self.metrics_url = self.http_url = ""  # of this orchestrator, and of its OpenAI-compatible API
         self._model_name = ""  # of the target used last
-        self._num_total = self._num_tokens = 0
+        self.num_total = self.num_tokens = 0
 
-    async def generate(
+    def generate(
         self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None, hold: Hold | None = None
     ) -> AsyncGenerator[Event]:
         """Yield the events of a request, which has an id and perhaps its turn already; closing the generator frees all.
@@ -90,92 +90,7 @@ class Requests:
             DeadlineExceeded: `timeout_seconds` are over, or the caller has not asked for the next event for as long as
                 the configuration allows. The request's resources are free then.
         """
-        tokenizers = {target.tokenizer for target in self.directory.targets}
-        require_size_for_any(prompt, tokenizers, largest_context(self.directory), context_limit(self.directory))
-        stream = Stream(options.request_id, options.session_id, hold=hold or Hold())
-        deadline = Deadline.of(timeout_seconds, inf if stream.hold.is_further else self._queue_timeout)
-        placed = deadline.bound(self._placed(stream, prompt, options, deadline))
-        watch = RequestWatch(self.totals)
-        try:
-            async with aclosing(stream.delivered(placed, self._stalled_timeout)) as events:
-                async for event in events:
-                    watch.note(event)
-                    yield event
-        except BaseException as exc:  # also where its caller leaves
-            watch.failed(exc)
-            raise
-
-    async def _placed(
-        self, stream: Stream, prompt: Prompt, options: GenerateOptions, deadline: Deadline
-    ) -> AsyncGenerator[Event]:
-        """The request, once it has its place; whatever ends it ends its wait at once."""
-        async with AsyncExitStack() as place:
-            earlier = place.enter_context(self._running.admitted(stream, takes_over=options.resume is not None))
-            place.enter_context(self.admission.holding(stream.hold, earlier.hold if earlier is not None else None))
-            opened = None
-            try:
-                opened = await stream.before_end(self._open(stream, place, prompt, options, deadline))
-            finally:
-                if earlier is not None:
-                    runs = opened.session if opened is not None and opened.session.epoch else None
-                    stream.takes_over(earlier, runs.session_id if runs is not None else "")
-            if opened is None:
-                for event in never_begun(options):
-                    yield event
-                return
-            try:
-                async with aclosing(self._stream(stream, opened)) as events:
-                    async for event in events:
-                        yield event
-            except Exhausted as exc:  # from a target; the retry delay is estimated here
-                raise self.admission.exhausted(str(exc)) from exc
-            finally:
-                self._num_total += 1
-
-    async def _open(
-        self, stream: Stream, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, deadline: Deadline
-    ) -> Opened:
-        """Open a session once there is a place; it is freed when `place` is closed."""
-        with CURRENT_SPAN.get().child("queue"):
-            await self.admission.place(stream.hold, deadline)
-        with CURRENT_SPAN.get().child("open"):
-            await self.directory.limiter.acquire()
-            opened = await self._opening.open(prompt, options, place, deadline)
-        opened.session.deadline, opened.session.trace = deadline, CURRENT_SPAN.get()
-        await self._endings.done(opened.session.session_id)
-        return opened
-
-    async def _stream(self, stream: Stream, opened: Opened) -> AsyncGenerator[Event]:
-        session, place = opened.session, opened.place
-        rounds, troubles = self._rounds.run(session, place), TroubleCount(self.totals, session)
-        try:
-            num_seen = session.num_replayed - len(opened.unseen.token_ids if opened.unseen else ())
-            self._note(session, place.target.info.model_name)
-            yield session.started(num_seen)
-            if opened.unseen is not None:
-                yield opened.unseen
-            while (event := await stream.before_end(anext(rounds, None))) is not None:
-                troubles.count()
-                self._num_tokens += len(event.token_ids) if isinstance(event, Tokens) else 0
-                yield event
-            if not session.is_finished:
-                session.finish_reason = "abort"
-                self._rounds.record(session, place)
-            if self.directory.index_problem:
-                session.warn(f"{self.directory.index_problem}; the session is not recorded")
-            elif session.keep:  # the next turn may come through another orchestrator
-                if not await self._recorder.settled(session.session_id):
-                    session.warn("the index did not take the session in time; it is not recorded yet")
-                self._rounds.require_held(session)
-            yield session.finished()
-        except StaleEpoch as exc:
-            stream.end(exc)
-            raise
-        finally:
-            troubles.count()
-            self.sizer.forget(session.session_id)
-            self._endings.end(stream, session, place)
-            await rounds.aclose()  # last, as a further cancellation may interrupt it
+        return RequestRun(self, prompt, options, hold or Hold()).run(timeout_seconds)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -185,8 +100,8 @@ class Requests:
                 yield
         finally:
             await self.drain("this orchestrator has ended; ask another orchestrator", 0.0)
-            await self._endings.all_done()
-            await self._recorder.close()
+            await self.endings.all_done()
+            await self.recorder.close()
 
     async def drain(self, refusal: str, timeout_seconds: float) -> None:
         """Refuse further requests with this text, and let those that run or wait finish in time.
@@ -195,19 +110,19 @@ class Requests:
         """
         self.admission.close(refusal)
         cut_off = Unavailable(f"{refusal}; this call was cut off, and can be resumed there")
-        await self._running.finished_or_cut_off(timeout_seconds, cut_off)
+        await self.streams.finished_or_cut_off(timeout_seconds, cut_off)
 
     def abort(self, request_id: str) -> None:
         """End a request at once. Raises NotFound."""
-        self._running.request(request_id).end()
+        self.streams.request(request_id).end()
 
     async def close_session(self, session_id: str) -> None:
         """Forget a session, here and at its workers; a running request of it ends. Raises NotFound or Unavailable."""
         if not session_id:
             raise InvalidRequest("session_id", "must be given", "none")
-        if (stream := self._running.in_session(session_id)) is not None:
+        if (stream := self.streams.in_session(session_id)) is not None:
             stream.close(StaleEpoch(f"session_id: {session_id!r} was closed"))
-        if not await self._endings.close(session_id) and stream is None:
+        if not await self.endings.close(session_id) and stream is None:
             raise NotFound("session_id", f"{session_id!r} is not known")
 
     @property
@@ -228,7 +143,7 @@ class Requests:
             self.directory.registry.safe_url,
             PROTOCOL_VERSION,
             __version__,
-            is_draftless=self._rounds.config.draft == "none",
+            is_draftless=self.rounds.config.draft == "none",
             metrics_url=self.metrics_url,
             http_url=self.http_url,
         )
@@ -238,8 +153,8 @@ class Requests:
         admission = self.admission
         return Loads(
             *self._counts,
-            self._num_total,
-            self._num_tokens,
+            self.num_total,
+            self.num_tokens,
             admission.max_running,
             admission.max_waiting,
             admission.wait_seconds,
@@ -248,7 +163,7 @@ class Requests:
     @property
     def _counts(self) -> tuple[int, int]:
         """Requests that run, and that wait for a place, a target or a KV slot."""
-        num_held_up = self._verifier.num_waiting + self._opening.waiting.num_held
+        num_held_up = self._verifier.num_waiting + self.opening.waiting.num_held
         return self.admission.num_running - num_held_up, self.admission.num_waiting + num_held_up
 
     def figures(self) -> Figures:
@@ -256,17 +171,17 @@ class Requests:
         return Figures(
             self._model_name,
             *self._counts,
-            self._num_tokens,
+            self.num_tokens,
             self.totals,
             self.sizer.totals,
             self.loop_lag.tally,
             self.loop_lag.num_tasks,
-            self._opening.waiting.num_held,
+            self.opening.waiting.num_held,
         )
 
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """Acceptance counts by scheme, depth and rank."""
-        return self._rounds.acceptance.counts()
+        return self.rounds.acceptance.counts()
 
     def decisions(self, name: str) -> Sequence[Decision]:
         """The last rounds of a session, oldest first, by its id or that of a request in it; by "" of the latest.
@@ -281,8 +196,186 @@ class Requests:
         """The id of the latest request whose id has this prefix; empty if there is none."""
         return next((name for name in reversed(self._sessions) if name.startswith(prefix)), "") if prefix else ""
 
-    def _note(self, session: Session, model_name: str) -> None:
+    def note(self, session: Session, model_name: str) -> None:
         self._model_name = model_name
         self._sessions[session.request_id] = session.session_id
         if len(self._sessions) > MAX_NAMES:
             self._sessions.popitem(last=False)
+
+
+class Stage(Enum):
+    """Of a request's life."""
+
+    ADMITTED = "admitted"  # to the running requests; it waits for its place, and is opened
+    SCORING = "scoring"  # its prompt's tokens
+    ROUNDS = "rounds"
+    ENDED = "ended"
+
+
+class RequestRun(Stream):
+    """One request, from its admission to its end; the next step is taken when its reader asks for an event.
+
+    What it holds is freed in reverse order of taking, and as soon as it ends with an error, even while the reader has
+    the last event and has not asked for the next.
+    """
+
+    def __init__(self, requests: Requests, prompt: Prompt, options: GenerateOptions, hold: Hold) -> None:
+        super().__init__(options.request_id, options.session_id, hold)
+        self._all, self._prompt, self._options = requests, prompt, options
+        self._stage = Stage.ADMITTED
+        self._ready: deque[Event] = deque()  # made, and not read yet
+        self._earlier: Stream | None = None  # of the same request, whose place this one has taken over
+
+    async def run(self, timeout_seconds: float | None) -> AsyncGenerator[Event]:
+        """Yield the request's events, as `Requests.generate` says."""
+        requests = self._all
+        tokenizers = {target.tokenizer for target in requests.directory.targets}
+        limits = largest_context(requests.directory), context_limit(requests.directory)
+        require_size_for_any(self._prompt, tokenizers, *limits)
+        queue_seconds = inf if self.hold.is_further else requests.config.queue_timeout
+        self.deadline = Deadline.of(timeout_seconds, queue_seconds)
+        watch = RequestWatch(requests.totals)
+        try:
+            self._admit()
+            while self._ready or self._stage is not Stage.ENDED:
+                if not self._ready:
+                    await self._step()
+                    continue
+                watch.note(event := self._ready.popleft())
+                with self._read_in_time(requests.config.stalled_timeout):
+                    yield event
+                if self.error is not None:
+                    raise self.error
+        except BaseException as exc:  # also where its caller leaves
+            watch.failed(exc)
+            raise
+        finally:
+            self.free()
+
+    def _admit(self) -> None:
+        """Join the running requests; a call of the same request that this one resumes ends."""
+        takes_over = self._options.resume is not None
+        self._earlier = earlier = self.resources.enter_context(self._all.streams.admitted(self, takes_over))
+        place = self._all.admission.holding(self.hold, None if earlier is None else earlier.hold)
+        self.resources.enter_context(place)
+        if earlier is not None:
+            self.supersede(earlier)
+
+    async def _step(self) -> None:
+        """Make the next events. Whatever ends the request ends its wait at once."""
+        match self._stage:
+            case Stage.ADMITTED:
+                await self._begin()
+            case Stage.SCORING:
+                await self._guarded(self._score())
+            case Stage.ROUNDS:
+                await self._guarded(self._round())
+
+    async def _begin(self) -> None:
+        opened = None
+        try:
+            opened = await self.before_end(self._open())
+        finally:
+            if self._earlier is not None:
+                runs = opened.session if opened is not None and opened.session.epoch else None
+                self.takes_over(self._earlier, runs.session_id if runs is not None else "")
+                self._earlier = None
+        if opened is None:
+            self._ready.extend(never_begun(self._options))
+            self._stage = Stage.ENDED
+            return
+        self._session, self._place, unseen = opened
+        session = self._session
+        self._troubles = TroubleCount(self._all.totals, session)
+        self.resources.callback(self._end_session)
+        self._all.note(session, self._place.target.info.model_name)
+        self._ready.append(session.started(session.num_replayed - len(unseen.token_ids if unseen else ())))
+        if unseen is not None:
+            self._ready.append(unseen)
+        if session.prompt_logprobs is not None and not session.is_finished:  # else its client has seen them all
+            self._scoring = PromptScoring(session, self._place, self._all.rounds.verifier, session.prompt_logprobs)
+            self._stage = Stage.SCORING
+        else:
+            self._begin_rounds()
+
+    async def _open(self) -> Opened:
+        """Open a session once there is a place."""
+        requests = self._all
+        with CURRENT_SPAN.get().child("queue"):
+            await requests.admission.place(self.hold, self.deadline)
+        with CURRENT_SPAN.get().child("open"):
+            await requests.directory.limiter.acquire()
+            opened = await requests.opening.open(self._prompt, self._options, self.resources, self.deadline)
+        opened.session.deadline, opened.session.trace = self.deadline, CURRENT_SPAN.get()
+        await requests.endings.done(opened.session.session_id)
+        return opened
+
+    def _begin_rounds(self) -> None:
+        self._lookup = self._all.rounds.lookup(self._session, self.resources)
+        self._stage = Stage.ROUNDS
+
+    async def _guarded(self, step: Awaitable[None]) -> None:
+        """Take a step of the opened session."""
+        try:
+            await step
+        except StaleEpoch as exc:
+            self.end(exc)
+            raise
+        except Exhausted as exc:  # from a target; the retry delay is estimated here
+            raise self._all.admission.exhausted(str(exc)) from exc
+        finally:
+            self._troubles.count()
+
+    async def _score(self) -> None:
+        session = self._session
+        if (scores := await self.before_end(self._scoring.next())) is None:
+            await self._finish()
+            return
+        self._ready.append(scores)
+        if self._scoring.is_over:
+            if not session.stops.max_tokens:
+                session.finish_reason = "length"
+            self._all.rounds.record(session, self._place)
+            self._begin_rounds()
+
+    async def _round(self) -> None:
+        tokens = None
+        if not self._session.is_finished:
+            tokens = await self.before_end(self._all.rounds.run(self._session, self._place, self._lookup))
+        if tokens is None:
+            await self._finish()
+            return
+        self._all.num_tokens += len(tokens.token_ids)
+        self._ready.append(tokens)
+
+    async def _finish(self) -> None:
+        """Make the last event of a session that is finished, or aborted."""
+        requests, session = self._all, self._session
+        if not session.is_finished:
+            session.finish_reason = "abort"
+            requests.rounds.record(session, self._place)
+        if requests.directory.index_problem:
+            session.warn(f"{requests.directory.index_problem}; the session is not recorded")
+        elif session.keep:  # the next turn may come through another orchestrator
+            if not await requests.recorder.settled(session.session_id):
+                session.warn("the index did not take the session in time; it is not recorded yet")
+            requests.rounds.require_held(session)
+        self._ready.append(session.finished())
+        self._stage = Stage.ENDED
+
+    def _end_session(self) -> None:
+        self._all.num_total += 1
+        self._all.sizer.forget(self._session.session_id)
+        self._all.endings.end(self, self._session, self._place)
+
+    @contextmanager
+    def _read_in_time(self, stalled_seconds: float) -> Iterator[None]:
+        """End the stream if its reader has an event in the block and does not ask for the next one in time."""
+        stalled = DeadlineExceeded(
+            f"the stream has not been read for {stalled_seconds:g} s; it is ended, and can be resumed"
+        )
+        timer = asyncio.get_running_loop().call_later(stalled_seconds, self.end, stalled)
+        try:
+            yield
+        finally:
+            timer.cancel()

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from typing import TypeVar
-
-from bough.errors import DeadlineExceeded
 
 LATE_SECONDS = 1.0  # by which a worker's call outlasts the request, so that the request is late and not the worker
-
-Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
@@ -41,17 +35,3 @@ class Deadline:
             yield
         finally:
             self.queue_seconds = max(0.0, self.queue_seconds - (time.monotonic() - began))
-
-    async def bound(self, events: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-        """Yield `events` until the deadline, which interrupts waiting for the next event. Raises DeadlineExceeded."""
-        async with aclosing(events):
-            while True:
-                try:
-                    # The clock of asyncio's own event loops is the monotonic one.
-                    async with asyncio.timeout_at(self.deadline if self.deadline < inf else None):
-                        event = await anext(events)
-                except StopAsyncIteration:
-                    return
-                except TimeoutError as exc:
-                    raise DeadlineExceeded("deadline: the caller's deadline for this request has passed") from exc
-                yield event

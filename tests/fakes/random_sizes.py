@@ -104,7 +104,7 @@ class RandomSizer:
 def use_random_sizes(requests: Requests, seed: int) -> RandomSizer:
     """Replace an orchestrator's sizer by a RandomSizer."""
     sizer = RandomSizer(seed)
-    requests.sizer = requests._rounds.sizer = sizer
+    requests.sizer = requests.rounds.sizer = sizer
     return sizer
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from bough.errors import DeadlineExceeded, Exhausted, Unavailable
+from orchestrator.admission.active_streams import Stream
 from orchestrator.admission.admission import LONGEST_RETRY_SECONDS, SHORTEST_RETRY_SECONDS, Admission, Hold
 from orchestrator.sessions.deadline import LATE_SECONDS, Deadline
 from tests.fakes.waiting import PATIENCE_SECONDS
@@ -287,32 +288,18 @@ async def test_a_workers_time_is_what_is_left_of_the_request() -> None:
     assert 500.0 - (time.monotonic() - now) <= left <= 500.0
 
 
-class Numbers:
-    """1, and 2 when it is let."""
+async def test_work_ends_at_the_deadline_in_the_middle_of_a_wait() -> None:
+    may_go_on, ends = asyncio.Event(), list[str]()
 
-    def __init__(self) -> None:
-        self.may_go_on = asyncio.Event()
-        self.seen: list[int] = []
-        self.num_closed = 0
-
-    async def collect(self, deadline: Deadline) -> None:
-        async for number in deadline.bound(self._numbers()):
-            self.seen.append(number)
-
-    async def _numbers(self) -> AsyncGenerator[int, None]:
+    async def work() -> int:
         try:
-            yield 1
-            await self.may_go_on.wait()
-            yield 2
+            await may_go_on.wait()
         finally:
-            self.num_closed += 1
+            ends.append("closed")
+        return 1
 
-
-async def test_events_end_at_the_deadline_in_the_middle_of_a_wait() -> None:
-    numbers = Numbers()
     with pytest.raises(DeadlineExceeded, match=r"deadline: the caller's deadline .* has passed"):
-        await numbers.collect(Deadline.of(1.0, 0.0))
-    assert (numbers.seen, numbers.num_closed) == ([1], 1)
-    numbers.may_go_on.set()
-    await numbers.collect(Deadline.of(60.0, 0.0))
-    assert (numbers.seen, numbers.num_closed) == ([1, 1, 2], 2)
+        await Stream("r", "", deadline=Deadline.of(1.0, 0.0)).before_end(work())
+    assert ends == ["closed"]
+    may_go_on.set()
+    assert await Stream("r", "", deadline=Deadline.of(60.0, 0.0)).before_end(work()) == 1

@@ -76,7 +76,7 @@ async def test_choices_that_do_not_fit_now_are_all_refused_before_one_begins(
     assert requests.totals.failed["Exhausted"] == num_refused + 2
     assert len((await door.answer(COMPLETIONS, TEXT | {"max_tokens": 1, "n": 2}))["choices"]) == 2
     running.cancel()
-    await until(lambda: not requests._running)
+    await until(lambda: not requests.streams)
     assert len((await door.answer(COMPLETIONS, TEXT | {"max_tokens": 1, "n": 3}))["choices"]) == 3
     assert (admission._num_free, admission.num_waiting) == (2, 0)
 

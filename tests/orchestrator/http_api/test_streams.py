@@ -99,7 +99,7 @@ async def test_a_new_request_waits_for_a_target_that_is_away(door: HttpStack, mo
     (target,) = requests.directory.targets
     monkeypatch.setattr(target.health._pause, "until", math.inf)
     with monkeypatch.context() as impatient:
-        impatient.setattr(requests._opening.waiting, "most_seconds", 0.0)
+        impatient.setattr(requests.opening.waiting, "most_seconds", 0.0)
         refused = await door.post(PATH, BODY)
     assert (refused.status_code, error_of(refused)["code"]) == (503, "unavailable")
     assert int(refused.headers["retry-after"]) > 0

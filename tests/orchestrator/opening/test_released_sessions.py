@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -152,28 +150,29 @@ async def test_a_cancellation_beside_the_end_of_a_stream_skips_no_release(
 ) -> None:
     target, _ = await fakes.target("t")
     requests, _ = await fakes.orchestrator()
-    run = Rounds.run
+    is_ending = asyncio.Event()
 
-    async def slow_to_end(self: Rounds, *arguments: Any) -> AsyncIterator[Any]:
+    async def slow_to_end(self: Rounds, *_: Any) -> Tokens:
         try:
-            async with aclosing(run(self, *arguments)) as rounds:
-                async for tokens in rounds:
-                    yield tokens
-        finally:
             await asyncio.sleep(60)
+        finally:
+            is_ending.set()
+            await asyncio.sleep(60)
+        raise AssertionError("it is cancelled")
 
-    monkeypatch.setattr(Rounds, "run", slow_to_end)
     events = requests.generate(PROMPT, OPTIONS)
     while not isinstance(await anext(events), Tokens):
         pass
-    ending = asyncio.create_task(events.aclose())
+    monkeypatch.setattr(Rounds, "run", slow_to_end)
+    ending = asyncio.ensure_future(anext(events))
     await asyncio.sleep(0.05)
+    ending.cancel()
+    await is_ending.wait()
     assert not ending.done()
     ending.cancel()
     await asyncio.wait({ending})
     await until(lambda: not target.held)
-    freeing = Stream._free_at_error.__qualname__
-    assert not [task for task in asyncio.all_tasks() if freeing in repr(task.get_coro())]
+    assert [known.num_running for known in requests.directory.targets] == [0]
 
 
 def test_an_earlier_stream_is_told_who_goes_on_with_its_session() -> None:
@@ -216,7 +215,7 @@ async def test_a_release_that_is_not_answered_is_repeated(fakes: Fleet, monkeypa
     await until(lambda: target.released)
     assert not target.held
     assert asked == 4 * target.released
-    await until(lambda: not requests._endings._retries)
+    await until(lambda: not requests.endings._retries)
 
 
 async def test_nobody_waits_for_a_release_to_be_repeated(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +226,12 @@ async def test_nobody_waits_for_a_release_to_be_repeated(fakes: Fleet, monkeypat
     requests, process = await fakes.orchestrator()
     async with Client(process.address) as client:
         await read(client)
-    await until(lambda: requests._endings._retries)
+    await until(lambda: requests.endings._retries)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await requests._endings.done(asked[0])
+        await requests.endings.done(asked[0])
         await process.kill()
     assert len(asked) == 1
-    assert not requests._endings._retries
+    assert not requests.endings._retries
 
 
 @pytest.mark.parametrize(
@@ -251,6 +250,6 @@ async def test_a_release_is_repeated_only_where_it_frees_a_slot_that_is_left(
     (target,) = requests.directory.targets
     left = target if is_known else replace(target)
     session = cast(Session, SimpleNamespace(session_id="s", epoch=1))
-    requests._endings.let_go(session, left, TargetPlace(replace(target) if is_elsewhere else target))
-    await until(lambda: asked and not requests._endings._tasks and not requests._endings._retries)
+    requests.endings.let_go(session, left, TargetPlace(replace(target) if is_elsewhere else target))
+    await until(lambda: asked and not requests.endings._tasks and not requests.endings._retries)
     assert asked == ["s"] * num_asked

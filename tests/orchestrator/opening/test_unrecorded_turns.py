@@ -37,7 +37,7 @@ def cannot_record(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Registry(requests.directory.registry.safe_url, "unused")
     for name in ("record_session", "record_request", "drop_session"):
         monkeypatch.setattr(own, name, AsyncMock(side_effect=AWAY))
-    monkeypatch.setattr(requests._recorder, "_registry", own)
+    monkeypatch.setattr(requests.recorder, "_registry", own)
 
 
 async def test_a_turn_that_was_not_recorded_is_not_passed_over(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,19 +46,19 @@ async def test_a_turn_that_was_not_recorded_is_not_passed_over(fakes: Fleet, mon
     (requests, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
     async with Client(first.address) as here, Client(second.address) as elsewhere:
         before = await read(here, TURN)
-        registry = requests._recorder._registry
+        registry = requests.recorder._registry
         cannot_record(requests, monkeypatch)
         lost = await read(here, NEXT, MORE)
         assert any("not recorded" in warning for warning in lost.end.warnings)
-        await until(lambda: requests._recorder._logs["s"].lost is not None or _is_lost(requests))
+        await until(lambda: requests.recorder._logs["s"].lost is not None or _is_lost(requests))
         for client in (here, elsewhere, here):
             with pytest.raises(NotFound, match=REFUSAL):
                 await read(client, NEXT, MORE)
         recorded = await fakes.registry.load_session("s")
         assert recorded is not None
         assert len(recorded.tokens) == before.started.prompt_tokens + 8
-        monkeypatch.setattr(requests._recorder, "_registry", registry)
-        await until(lambda: not requests._recorder._logs)
+        monkeypatch.setattr(requests.recorder, "_registry", registry)
+        await until(lambda: not requests.recorder._logs)
         assert await fakes.registry.load_session("s") is None, "the index has forgotten what must not be continued"
         with pytest.raises(NotFound, match="is not known"):
             await read(elsewhere, NEXT, MORE)
@@ -68,7 +68,7 @@ async def test_a_turn_that_was_not_recorded_is_not_passed_over(fakes: Fleet, mon
 
 
 def _is_lost(requests: Requests) -> bool:
-    waiting = requests._recorder._logs["s"].waiting
+    waiting = requests.recorder._logs["s"].waiting
     return isinstance(waiting, recorder_module._Drop)
 
 

@@ -136,7 +136,7 @@ async def test_who_was_fenced_off_does_not_fight(fakes: Fleet) -> None:
         gate.open()
         with pytest.raises(StaleEpoch, match="is over"):
             await running
-        await until(lambda: not requests._recorder._logs)
+        await until(lambda: not requests.recorder._logs)
     assert seen.token_ids == expected(fakes)
     assert target.held["s"]
 
@@ -312,7 +312,7 @@ def test_faults_in_a_row_end_with_an_answer_or_a_loss_without_the_call() -> None
 async def test_faults_in_a_row_begin_anew_when_a_target_is_lost_without_the_call(fakes: Fleet) -> None:
     await fakes.target("t1")
     requests, _ = await fakes.orchestrator()
-    verifier, lost = requests._rounds.verifier, NoAnswer("connection reset", was_connected=True)
+    verifier, lost = requests.rounds.verifier, NoAnswer("connection reset", was_connected=True)
     mine, others = _Trouble(0.0), _Trouble(0.0)
     for number in range(MOST_TARGETS - 1):
         for trouble in (mine, others):
@@ -360,7 +360,7 @@ async def test_the_time_in_which_a_call_ran_is_no_time_without_a_target(
     await fakes.target("t1")
     requests, _ = await fakes.orchestrator("--failover-timeout", "5")
     (target,) = requests.directory.targets
-    verifier, place = requests._rounds.verifier, TargetPlace(target)
+    verifier, place = requests.rounds.verifier, TargetPlace(target)
     monkeypatch.setattr(Verifier, "_successor", AsyncMock(side_effect=[None, None, target]))
     trouble = _Trouble(time.monotonic() - 600.0)
     exc = NoAnswer("gone")

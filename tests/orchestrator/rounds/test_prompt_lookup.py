@@ -106,7 +106,7 @@ async def test_a_long_prompt_is_read_beside_the_event_loop_and_no_round_waits_fo
         works.append(work)
         work()
 
-    async with guessing.reading(tokens, run):
+    with guessing.reading(tokens, run):
         for number in range(3):
             assert len(grow(guessing, tokens).tree) == 1, "some of the text has not been read"
             may_go_on.release()

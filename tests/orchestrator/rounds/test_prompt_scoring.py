@@ -39,7 +39,7 @@ async def test_a_request_that_is_finished_is_not_scored_again(fakes: Fleet) -> N
             assert sum(isinstance(event, PromptLogprobs) for event in rest.events) == 2 * scores
             assert len(rest.token_ids) == num_tokens
             assert bool(target.calls) == bool(scores)
-            await until(lambda: not target.held and not requests._recorder._logs)
+            await until(lambda: not target.held and not requests.recorder._logs)
 
 
 async def test_targets_that_cannot_score_are_named(fakes: Fleet) -> None:
