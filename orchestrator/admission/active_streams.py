@@ -13,7 +13,7 @@ from typing import TypeVar
 from bough.concurrency.tasks import came_true
 from bough.errors import AlreadyRunning, BoughError, DeadlineExceeded, NotFound, StaleEpoch
 from orchestrator.admission.admission import Hold
-from orchestrator.sessions.deadline import Deadline
+from orchestrator.sessions.session import Deadline
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bough.errors import Exhausted, Unavailable
-from orchestrator.sessions.deadline import Deadline
+from orchestrator.sessions.session import Deadline
 
 NUM_RECENT = 32  # requests whose durations are averaged
 SHORTEST_RETRY_SECONDS = 1.0

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from math import inf
 from typing import Any
 
@@ -25,13 +28,18 @@ from bough.registry.records import WorkerRecord
 from bough.registry.registry import LEASE_SECONDS, Registry
 from bough.security.access import OPEN, Access
 from bough.tokenization.vocabulary import TokenizerFiles, first_difference
-from orchestrator.cluster.expected_wait import UsualRound
 from orchestrator.cluster.iteration_limiter import IterationLimiter
-from orchestrator.cluster.same_weights import watch_weights, with_weights
 from orchestrator.cluster.tokenizer_threads import Tokenizing
-from orchestrator.cluster.unmet_workers import UnmetWorkers
 from orchestrator.cluster.worker_clients import AT_ONCE, DraftClient, TargetClient
-from orchestrator.cluster.worker_handle import AnyClient, AnyHandle, DraftHandle, TargetHandle, WorkerHandle
+from orchestrator.cluster.worker_handle import (
+    AnyClient,
+    AnyHandle,
+    DraftHandle,
+    TargetHandle,
+    Targets,
+    UsualRound,
+    WorkerHandle,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +48,103 @@ MOST_MISSING = round(LEASE_SECONDS / POLL_SECONDS)  # consecutive polls without 
 SWEEP_SECONDS = 5.0  # between two cleanups of the index
 LOOK_SECONDS = 0.5  # between two looks at how workers are, and limit for their answers
 FIRST_LOOK_SECONDS = 3.0  # limit for which a start waits for listed workers to answer
+WEIGHTS_SECONDS = 5.0  # between two times at which targets without a hash of their weights are asked
+FIRST_PAUSE_SECONDS = 0.5  # between the first two attempts to meet a worker; each further pause is twice as long
+LONGEST_PAUSE_SECONDS = 10.0
+SHORTEST_SHARE = 0.5  # of a pause, so that orchestrators which failed together do not try again together
+REMIND_SECONDS = 300.0  # between two lines of the log about one worker
+
+
+def with_weights(targets: Targets, weights_hash: str) -> Targets:
+    """The targets at which something that was begun with weights of this hash may continue.
+
+    All `targets` pass for one model. Equal samples suffice while no two known hashes differ; after that only an equal
+    hash does.
+    """
+    known = {target.info.weights_hash for target in targets} | {weights_hash}
+    if len(known - {""}) <= 1:
+        return targets
+    return [target for target in targets if weights_hash and target.info.weights_hash == weights_hash]
+
+
+def other_weights(targets: Targets, weights_hash: str) -> str:
+    """Describe the targets that `with_weights` left out and their hashes, for an error message."""
+    theirs = ", ".join(f"{known.record.worker_id} has {known.info.weights_hash or 'unknown ones'}" for known in targets)
+    return f"weights: it began with {weights_hash or 'unknown ones'}, and {theirs}"
+
+
+async def watch_weights(targets: Callable[[], Targets]) -> None:
+    """Ask targets without a hash again, and log those that pass for one model but have different weights."""
+    told: set[str] = set()
+    while True:
+        for target in targets():
+            if not target.info.weights_hash and target.is_usable:
+                try:
+                    target.learn(await target.client.info())
+                except BoughError as exc:
+                    logger.debug("%s does not tell its weights: %s", target.record.worker_id, exc)
+        found = {first.info.contradiction(second.info) for first, second in combinations(targets(), 2)} - {""}
+        for contradiction in found - told:
+            logger.warning("%s; sessions do not move between them", contradiction)
+        told = found
+        await asyncio.sleep(WEIGHTS_SECONDS)
+
+
+@dataclass(slots=True)
+class UnmetWorker:
+    """A listed worker that could not be met. Times are seconds on the clock."""
+
+    record: WorkerRecord
+    problem: str = ""  # of the last attempt
+    num_attempts: int = 0
+    next_attempt: float = 0.0
+    next_line: float = 0.0  # of the log
+
+
+class UnmetWorkers:
+    """Listed workers that did not tell what they serve, tried again from time to time.
+
+    One that is met, unlisted, or listed at another address begins anew.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._unmet: dict[str, UnmetWorker] = {}  # by worker id
+
+    def may_try(self, record: WorkerRecord) -> bool:
+        """Whether a worker may be tried now."""
+        unmet = self._unmet.get(record.worker_id)
+        return unmet is None or unmet.record.address != record.address or self._clock() >= unmet.next_attempt
+
+    def failed(self, record: WorkerRecord, exc: Exception) -> None:
+        """Record that a worker could not be met; the first attempt is logged, and later one in a while."""
+        unmet, now = self._unmet.get(record.worker_id), self._clock()
+        if unmet is None or unmet.record.address != record.address:
+            unmet = self._unmet[record.worker_id] = UnmetWorker(record)
+        pause = min(FIRST_PAUSE_SECONDS * 2.0 ** min(unmet.num_attempts, 10), LONGEST_PAUSE_SECONDS)
+        unmet.problem, unmet.num_attempts = str(exc) or type(exc).__name__, unmet.num_attempts + 1
+        unmet.next_attempt = now + pause * random.uniform(SHORTEST_SHARE, 1.0)
+        if now < unmet.next_line:
+            return
+        unmet.next_line = now + REMIND_SECONDS
+        text = "%s is registered at %s, but could not be met (attempt %d): %s"
+        is_ours = not isinstance(exc, BoughError)  # a bug, or an invalid answer
+        level = logging.ERROR if is_ours else logging.WARNING
+        where = record.worker_id, record.address, unmet.num_attempts, unmet.problem
+        logger.log(level, text, *where, exc_info=exc if is_ours else None)
+
+    def met(self, record: WorkerRecord) -> None:
+        """Record that a worker has been met."""
+        self._unmet.pop(record.worker_id, None)
+
+    def keep_listed(self, records: Iterable[WorkerRecord]) -> None:
+        """Forget those that are not among `records`, which are all that are listed now."""
+        listed = {record.worker_id for record in records}
+        self._unmet = {name: unmet for name, unmet in self._unmet.items() if name in listed}
+
+    def problems(self, kind: str) -> dict[str, str]:
+        """Why workers of a kind could not be met, by worker id."""
+        return {name: unmet.problem for name, unmet in self._unmet.items() if unmet.record.kind == kind}
 
 
 class Directory:

@@ -8,8 +8,7 @@ from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.codec_fields import like
 from bough.protocol.generation import GenerateOptions, ModelInfo, WorkerInfo
 from bough.registry.records import RequestRecord, SessionRecord
-from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.same_weights import other_weights, with_weights
+from orchestrator.cluster.directory import Directory, other_weights, with_weights
 from orchestrator.cluster.worker_handle import TargetHandle, Targets
 
 SHOWN = 64  # limit of characters of an unknown name in errors

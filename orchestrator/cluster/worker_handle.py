@@ -1,22 +1,171 @@
-"""A known worker: what it serves, how it behaves, and whether it is used."""
+"""A known worker: what it serves, whether it is used, and the expected time of a request there."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeAlias, TypeVar
 
-from bough.errors import BoughError
+from bough.errors import BoughError, Unavailable
+from bough.protocol.cost_curve import CostCurve
 from bough.protocol.generation import WorkerInfo
 from bough.protocol.messages import VerifyResult
-from bough.registry.records import WorkerRecord
+from bough.registry.records import WorkerLoad, WorkerRecord
 from bough.tokenization.tokenizer import Tokenizer
-from orchestrator.cluster.expected_wait import Need, UsualRound, expected_seconds
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
-from orchestrator.cluster.worker_health import Health
-from orchestrator.sizing.round_times import WorkerTimes
+from orchestrator.sizing.round_times import RecentMedian, WorkerTimes
+
+USUAL_OUTPUT = 128  # tokens that an answer is expected to have, unless limited to fewer
+USUAL_ROWS = 8.0  # of a session in a sweep, before any were observed
+USUAL_TOKENS = 2.0  # of a round, before any were observed
+UNKNOWN = CostCurve((1, 512), (0.1, 1.0))  # assumed for a target that reports no cost curve
+FIRST_PAUSE_SECONDS = 1.0  # for which a worker is not used after its first fault
+LONGEST_PAUSE_SECONDS = 30.0  # limit of the pause, which doubles with each fault
+ENOUGH_SESSIONS = 2  # number of sessions whose calls must fail, with no success between, to be the worker's fault
+MAX_SESSIONS = 64  # limit of sessions whose failures are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request needs from a target."""
+
+    num_tokens: int  # before the first generated one
+    num_output: int  # limit of generated tokens
+    held: Mapping[str, int]  # leading tokens whose KV a target is believed to hold, by worker id
+    home_id: str = ""  # id of the target with the session's own slot, if any
+    knows_held: bool = True  # False if the index could not be asked
+
+
+@dataclass(slots=True)
+class UsualRound:
+    """Sizes of recent rounds at any target; shared by all, so that it does not affect the choice."""
+
+    tree_rows: RecentMedian = field(default_factory=lambda: RecentMedian(USUAL_ROWS))  # of a session in a sweep
+    num_tokens: RecentMedian = field(default_factory=lambda: RecentMedian(USUAL_TOKENS))
+
+    def observe(self, result: VerifyResult) -> None:
+        self.num_tokens.add(len(result.verdict.accepted_nodes) + 1)
+        if result.num_trees:
+            self.tree_rows.add(result.num_rows / result.num_trees)
+
+
+def expected_seconds(
+    times: WorkerTimes, usual: UsualRound, info: WorkerInfo, load: WorkerLoad, num_running: int, need: Need
+) -> float:
+    """Expected seconds of a request at a target, where this orchestrator runs `num_running` others.
+
+    Missing tokens of the prompt are read in sweeps with other sessions' trees; on average half of a running sweep is
+    waited for; then each round takes a sweep of all. Without room, another session must end first.
+    """
+    num_others = max(num_running, _num_held(info, load) - (need.home_id == info.worker_id))
+    other_rows = round(num_others * usual.tree_rows.median)
+    curve = times.curve or UNKNOWN
+    reading = curve(max(1, need.num_tokens - need.held.get(info.worker_id, 0)) + other_rows)
+    waiting = curve(other_rows) / 2 if num_others else 0.0
+    num_rounds = max(1.0, min(need.num_output, USUAL_OUTPUT) / usual.num_tokens.median)
+    working = num_rounds * curve(other_rows + round(usual.tree_rows.median))
+    if need.home_id != info.worker_id and _lacks_room(info, load, need):
+        waiting += expected_wait(times, num_others, reading + working)
+    return reading + waiting + working
+
+
+def expected_wait(times: WorkerTimes, num_there: int, usual_seconds: float) -> float:
+    """Seconds until a session with a slot ends; before any was observed, it is assumed to take `usual_seconds`."""
+    return (times.stay_seconds.median or usual_seconds) / max(1, num_there)
+
+
+def _num_held(info: WorkerInfo, load: WorkerLoad) -> int:
+    """Estimate of sessions in use there by all orchestrators; a lower bound, as short ones take less room."""
+    return int(info.max_sessions * load.kv_used_bytes / load.kv_bytes) if load.kv_bytes else 0
+
+
+def _lacks_room(info: WorkerInfo, load: WorkerLoad, need: Need) -> bool:
+    """Whether there is certainly no room; in doubt the target decides."""
+    length = min(need.num_tokens + 1, info.max_context)  # slots grow with their texts
+    # One more session of the longest context would not have fit.
+    token_bytes = load.kv_bytes / ((info.max_sessions + 1) * (info.max_context + info.max_nodes))
+    return load.kv_bytes > 0 and length * token_bytes > load.kv_bytes - load.kv_used_bytes
+
+
+def is_fault(exc: BoughError) -> bool:
+    """Whether a call may succeed elsewhere or later: it got no answer, or an unspecified error."""
+    return isinstance(exc, Unavailable) or type(exc) is BoughError
+
+
+@dataclass(slots=True)
+class Pause:
+    """A pause that doubles from one fault to the next."""
+
+    until: float = 0.0  # seconds on the monotonic clock
+    num_faults: int = 0  # consecutive
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.until
+
+    def extend(self) -> None:
+        """Count a fault and start a pause. A fault during a pause does not count: all calls that a worker's end
+        interrupts are one fault.
+        """
+        if not self.is_over:
+            return
+        self.num_faults += 1
+        seconds = FIRST_PAUSE_SECONDS * 2.0 ** min(self.num_faults - 1, 10)
+        self.until = time.monotonic() + min(seconds, LONGEST_PAUSE_SECONDS)
+
+
+@dataclass(slots=True)
+class Health:
+    """Health of one worker, as seen by this orchestrator.
+
+    A worker that does not answer is paused for all sessions. One that answers a session's calls with errors is paused
+    for that session, and for all once a second session fails with no success between: a single request that always
+    fails is not its workers' fault.
+    """
+
+    _pause: Pause = field(default_factory=Pause)
+    _pauses: OrderedDict[str, Pause] = field(default_factory=OrderedDict)  # by session whose calls failed
+    _suspects: set[str] = field(default_factory=set)  # sessions whose calls failed since the last success
+
+    @property
+    def is_good(self) -> bool:
+        return self._pause.is_over
+
+    def is_good_for(self, session_id: str) -> bool:
+        """Whether it is used for a session."""
+        return self.is_good and (session_id not in self._pauses or self._pauses[session_id].is_over)
+
+    def blame(self, session_id: str, exc: BoughError) -> None:
+        """Record a session's failed call."""
+        if isinstance(exc, Unavailable):
+            self.lost()
+        else:
+            self.failed(session_id)
+
+    def lost(self) -> None:
+        """Record that it does not answer or has gone."""
+        self._pause.extend()
+
+    def failed(self, session_id: str) -> None:
+        """Record that it answered this session's call with an error of its own, or with nonsense."""
+        self._pauses.setdefault(session_id, Pause()).extend()
+        if len(self._pauses) > MAX_SESSIONS:
+            self._pauses.popitem(last=False)
+        self._suspects.add(session_id)
+        if len(self._suspects) >= ENOUGH_SESSIONS:
+            self._suspects.clear()
+            self._pause.extend()
+
+    def succeeded(self, session_id: str) -> None:
+        """Record success: all suspicions end."""
+        self._pause = Pause()
+        self._suspects.clear()
+        self._pauses.pop(session_id, None)
+
 
 # Of what a worker tells of itself, as it changes while it runs.
 CHANGING = ("weights_hash", "num_sessions", "kv_used_bytes", "num_waiting", "num_running", "num_passes")

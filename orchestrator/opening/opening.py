@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,8 +13,9 @@ from typing import NamedTuple
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.protocol.codec import require_tokens
 from bough.protocol.codec_fields import like
-from bough.protocol.generation import GenerateOptions, Prompt, Tokens, WorkerInfo, weights_differ
+from bough.protocol.generation import GenerateOptions, Prompt, Resume, Tokens, WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length, whole_blocks
 from bough.protocol.sampling_params import MAX_LOGPROBS, SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord
@@ -21,20 +23,17 @@ from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
 from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.expected_wait import Need
 from orchestrator.cluster.served_models import targets_for
 from orchestrator.cluster.target_place import TargetPlace
-from orchestrator.cluster.worker_handle import TargetHandle, Targets
+from orchestrator.cluster.worker_handle import Need, TargetHandle, Targets
 from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.output_form import OutputForm, output_form
 from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_prompt
-from orchestrator.opening.recorder import Recorder, lost_turn, request_record
-from orchestrator.opening.resuming import require_resume, require_same_request, resume
+from orchestrator.opening.recorder import Recorder, as_recorded, lost_turn, request_record
 from orchestrator.opening.target_waiting import TargetWaiting
 from orchestrator.reasoning.formats import thoughts_of
-from orchestrator.sessions.deadline import Deadline
 from orchestrator.sessions.detokenizer import TextStream
-from orchestrator.sessions.session import Session
+from orchestrator.sessions.session import Deadline, Session
 
 
 class Opened(NamedTuple):
@@ -317,3 +316,58 @@ def _sampling(
     if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:
         raise InvalidRequest("seed", "must be the one that `started` gave, as the request is resumed", "none")
     return sampling
+
+
+def require_same_request(record: RequestRecord, session: Session) -> None:
+    """Raise InvalidRequest if a resumed request differs from the one that was begun."""
+    begun = (record.tokens[: record.prompt_length], record.sampling, record.stops)
+    resumed = (tuple(session.tokens[: session.prompt_length]), as_recorded(session.sampling), session.stops)
+    for name, was, now in zip(("prompt", "sampling parameters", "stop conditions"), begun, resumed, strict=True):
+        if was != now:
+            raise InvalidRequest(
+                "resume",
+                f"request_id {record.request_id!r} must have the same {name} as when it was begun, "
+                "with the seed that `started` reported",
+            )
+
+
+def resume(session: Session, options: GenerateOptions, wanted: Resume, record: RequestRecord | None) -> Tokens | None:
+    """Bring a new session to its request's state; returns the tokens that the client has not seen, if any.
+
+    The client is trusted about what it has seen; the index only where it agrees. Raises InvalidRequest if what the
+    client has seen is unknown.
+    """
+    recorded = () if record is None else record.tokens[record.prompt_length :]
+    seen = _seen(wanted, recorded, session.request_id)
+    reports_none = options.logprobs is None and options.prompt_logprobs is None  # log-probabilities are not recorded
+    is_believed = recorded[: len(seen)] == seen and reports_none
+    unseen = session.replay(recorded if is_believed and len(recorded) > len(seen) else seen, len(seen))
+    if session.num_replayed < len(seen):
+        most = session.num_replayed
+        raise InvalidRequest("resume.num_tokens", f"must be at most {most}, where the request ends", len(seen))
+    if record is not None and record.finish_reason == "abort" and not session.is_finished:
+        session.finish_reason = "abort"
+    return unseen
+
+
+def require_resume(wanted: Resume, vocab_size: int) -> None:
+    """Raise InvalidRequest for contradictory fields."""
+    require_tokens("resume.token_ids", wanted.token_ids, vocab_size)
+    if wanted.token_ids and len(wanted.token_ids) != wanted.num_tokens:
+        raise InvalidRequest(
+            "resume.token_ids",
+            f"must have {wanted.num_tokens} tokens, as resume.num_tokens says, or none",
+            len(wanted.token_ids),
+        )
+
+
+def _seen(wanted: Resume, recorded: Sequence[int], request_id: str) -> tuple[int, ...]:
+    if wanted.token_ids:
+        return wanted.token_ids
+    if wanted.num_tokens > len(recorded):
+        raise InvalidRequest(
+            "resume.num_tokens",
+            f"must be at most {len(recorded)}, the tokens of request_id {request_id!r} that are known",
+            f"{wanted.num_tokens}; or send resume.token_ids",
+        )
+    return tuple(recorded[: wanted.num_tokens])

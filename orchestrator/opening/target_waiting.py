@@ -13,7 +13,7 @@ from bough.errors import Unavailable
 from orchestrator.admission.admission import Admission
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.served_models import TargetAway
-from orchestrator.sessions.deadline import Deadline
+from orchestrator.sessions.session import Deadline
 
 POLL_SECONDS = 0.2
 

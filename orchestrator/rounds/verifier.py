@@ -14,11 +14,9 @@ from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, NoAnswer, Preempted, StaleEpoch, Unavailable
 from bough.protocol.generation import weights_differ
 from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.expected_wait import Need, expected_wait
 from orchestrator.cluster.target_place import PlaceState, SlotQueue, TargetPlace
 from orchestrator.cluster.worker_clients import TimedResult
-from orchestrator.cluster.worker_handle import TargetHandle
-from orchestrator.cluster.worker_health import is_fault
+from orchestrator.cluster.worker_handle import Need, TargetHandle, expected_wait, is_fault
 from orchestrator.opening.endings import Endings
 from orchestrator.opening.epochs import Epochs
 from orchestrator.sessions.session import Session

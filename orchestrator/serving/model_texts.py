@@ -16,7 +16,7 @@ from orchestrator.cluster.served_models import targets_for
 from orchestrator.cluster.worker_handle import TargetHandle
 from orchestrator.opening.prompt import whole_prompt
 from orchestrator.opening.target_waiting import TargetWaiting
-from orchestrator.sessions.deadline import Deadline
+from orchestrator.sessions.session import Deadline
 from orchestrator.tools.formats import format_of
 from orchestrator.tools.tool_format import ToolFormat
 

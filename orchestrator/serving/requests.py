@@ -35,17 +35,14 @@ from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.opening import Opened, Opening
 from orchestrator.opening.recorder import Recorder
 from orchestrator.opening.target_waiting import TargetWaiting
-from orchestrator.rounds.prompt_scoring import PromptScoring
-from orchestrator.rounds.round import Rounds
+from orchestrator.rounds.round import PromptScoring, Rounds
 from orchestrator.rounds.verifier import Verifier
 from orchestrator.serving.model_texts import MOST_HELD, ModelTexts
-from orchestrator.sessions.deadline import Deadline
-from orchestrator.sessions.session import Session, never_begun
+from orchestrator.sessions.session import Deadline, Session, never_begun
 from orchestrator.sizing.totals import AcceptanceCounter, MeasuredSizer
 from orchestrator.sizing.tree_sizer import TreeSizer
-from orchestrator.telemetry.loop_lag import LoopLag
-from orchestrator.telemetry.metrics import Figures
-from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch, TroubleCount
+from orchestrator.telemetry.metrics import Figures, LoopLag
+from orchestrator.telemetry.request_watch import RequestTotals, RequestWatch, TroubleCount
 
 MAX_NAMES = 256  # limit of requests whose sessions are remembered, for `decisions`
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from bough.concurrency.tasks import background
 from bough.protocol.decision import Mode
 from bough.telemetry.metrics import counter, gauge, labelled
 from orchestrator.sizing.totals import Histogram, RoundTotals
-from orchestrator.telemetry.request_totals import KEY_LIMIT, RequestTotals
+from orchestrator.telemetry.request_watch import KEY_LIMIT, RequestTotals
 
 ENDS = ("stop", "length", "abort")
 FAILURES = ("Exhausted", "Unavailable", "InvalidRequest", "DeadlineExceeded", "Unauthenticated", KEY_LIMIT)
@@ -126,3 +130,37 @@ def _histogram(name: str, text: str, model_name: str, tally: Histogram) -> Metri
     metric = HistogramMetricFamily(name, text, labels=[*labels])
     metric.add_metric([*labels.values()], list(zip(bounds, accumulate(tally.counts), strict=True)), tally.total)
     return metric
+
+
+PERIOD_SECONDS = 0.02
+COUNT_SECONDS = 1.0  # between two counts of tasks
+BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class LoopLag:
+    """How late the event loop comes to what is due, and how many tasks it has.
+
+    Whatever blocks it holds up every stream, and shows here; so does what never ends. Something is due every
+    `PERIOD_SECONDS`, whether the loop has time for it or not: a pause of a second counts as the fifty that it held up,
+    the last of which was hardly late, and so percentiles are of moments and not of measurements.
+    """
+
+    def __init__(self) -> None:
+        self.tally = Histogram(BOUNDS)  # seconds
+        self.num_tasks = 0  # of the event loop, as they were counted last
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Measures for as long as the block runs."""
+        return background(self._measure())
+
+    async def _measure(self) -> None:
+        next_count = 0.0
+        due = time.monotonic() + PERIOD_SECONDS
+        while True:
+            await asyncio.sleep(due - time.monotonic())
+            now = time.monotonic()
+            while due <= now:
+                self.tally.add(now - due)
+                due += PERIOD_SECONDS
+            if now >= next_count:
+                self.num_tasks, next_count = len(asyncio.all_tasks()), now + COUNT_SECONDS

@@ -16,7 +16,7 @@ from bough.client import Client
 from bough.pb import generation_pb2 as pb
 from bough.processes.launch import Cluster, Settings
 from bough.rpc.services import GENERATION, stub_of
-from orchestrator.telemetry.request_trace import hashed
+from orchestrator.telemetry.request_watch import hashed
 from tests.conftest import pipeline
 from tests.fakes.collector import CLIENT, SERVER, Collector, Seen, collecting
 from tests.fakes.simulated import simulated_settings, write_profile

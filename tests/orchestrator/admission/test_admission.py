@@ -13,7 +13,7 @@ import pytest
 from bough.errors import DeadlineExceeded, Exhausted, Unavailable
 from orchestrator.admission.active_streams import Stream
 from orchestrator.admission.admission import LONGEST_RETRY_SECONDS, SHORTEST_RETRY_SECONDS, Admission, Hold
-from orchestrator.sessions.deadline import LATE_SECONDS, Deadline
+from orchestrator.sessions.session import LATE_SECONDS, Deadline
 from tests.fakes.waiting import PATIENCE_SECONDS
 
 

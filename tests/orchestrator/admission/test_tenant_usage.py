@@ -12,8 +12,7 @@ from bough.errors import Exhausted
 from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import PromptLogprobs, Started, Tokens
 from bough.security.api_keys import ApiKey
-from orchestrator.admission.tenant_usage import TenantUsage
-from orchestrator.serving.tenants import Tenant
+from orchestrator.serving.tenants import Tenant, TenantUsage
 
 ALICE = ApiKey("alice", "0" * 64)
 STARTED = Started("r", 1, 1, "m")

@@ -14,7 +14,7 @@ from bough.protocol.generation import GenerateOptions, TextPrompt, TokenPrompt, 
 from bough.protocol.messages import VerifyCall
 from bough.protocol.prefix_hash import block_hashes
 from bough.registry.records import WorkerLoad
-from orchestrator.cluster.expected_wait import Need, UsualRound, expected_seconds
+from orchestrator.cluster.worker_handle import Need, UsualRound, expected_seconds
 from orchestrator.serving.requests import Requests
 from orchestrator.sizing.round_times import WorkerTimes
 from tests.fakes.fleet import FakeTarget, Fleet

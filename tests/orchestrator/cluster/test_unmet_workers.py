@@ -11,8 +11,7 @@ import pytest
 from bough.errors import Unavailable
 from bough.registry.records import WorkerLoad, WorkerRecord
 from orchestrator.cluster import directory as module
-from orchestrator.cluster.directory import POLL_SECONDS, Directory
-from orchestrator.cluster.unmet_workers import LONGEST_PAUSE_SECONDS, REMIND_SECONDS, UnmetWorkers
+from orchestrator.cluster.directory import LONGEST_PAUSE_SECONDS, POLL_SECONDS, REMIND_SECONDS, Directory, UnmetWorkers
 from tests.fakes.fleet import FakeTarget, Fleet
 from tests.fakes.waiting import until
 

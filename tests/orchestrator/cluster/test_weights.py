@@ -12,7 +12,7 @@ from bough.errors import BoughError, PairingError, Unavailable
 from bough.health.problems import find_problems
 from bough.processes.compatibility import check_compatibility
 from bough.protocol.generation import GenerateOptions, Resume, TextPrompt, WorkerInfo
-from orchestrator.cluster import same_weights
+from orchestrator.cluster import directory
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import FakeTarget, Fleet, Process
 from tests.fakes.streams import OPTIONS, expected, kill_the_one_that_gets, once, read
@@ -27,7 +27,7 @@ Targets = dict[str, tuple[FakeTarget, Process]]
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_weights, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(directory, "WEIGHTS_SECONDS", 0.02)
 
 
 async def fleet_of(fakes: Fleet, hashes: dict[str, str], *flags: str) -> tuple[Targets, Requests, Client]:
@@ -102,7 +102,7 @@ async def test_a_stream_ends_where_its_target_turns_out_to_have_other_weights(fa
 async def test_a_target_is_asked_for_its_hash_before_it_takes_over(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(same_weights, "LOOK_SECONDS", 1000.0)
+    monkeypatch.setattr(directory, "WEIGHTS_SECONDS", 1000.0)
     targets, requests, client = await fleet_of(fakes, {"t0": "h1", "t1": ""})
     requests.directory._targets["t1"].num_running += 1
     targets["t1"][0].weights_hash = "h2"

@@ -16,7 +16,7 @@ from bough.protocol import codec, codec_generation
 from bough.protocol.generation import PromptLogprobs, Resume, TokenPrompt
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from orchestrator.rounds.prompt_scoring import token_begins
+from orchestrator.rounds.round import token_begins
 from tests.fakes.fleet import Fleet
 from tests.fakes.streams import OPTIONS, expected, read
 from tests.fakes.waiting import until

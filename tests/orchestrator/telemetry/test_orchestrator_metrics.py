@@ -23,9 +23,8 @@ from bough.trees.tree_plan import BestFirst
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, WorkerFacts
 from orchestrator.sizing.totals import MAX_POSITIONS, Histogram, MeasuredSizer, RoundTotals
 from orchestrator.sizing.tree_sizer import TreeSizer
-from orchestrator.telemetry.loop_lag import BOUNDS, PERIOD_SECONDS, LoopLag
-from orchestrator.telemetry.metrics import Figures, OrchestratorCollector
-from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch, TroubleCount
+from orchestrator.telemetry.metrics import BOUNDS, PERIOD_SECONDS, Figures, LoopLag, OrchestratorCollector
+from orchestrator.telemetry.request_watch import RequestTotals, RequestWatch, TroubleCount
 from tests.fakes.waiting import until
 
 LABELS = re.compile(r'{(engine="0",)?model_name="m"}')

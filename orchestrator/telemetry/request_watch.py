@@ -1,17 +1,28 @@
-"""Totals over all requests since the start: waiting times, latencies and endings."""
+"""What is counted of requests since the start, and what their traces tell: ids and numbers, no content."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from bough.protocol.generation import Event, Finished, Started, Tokens
+from bough.protocol.generation import Event, Finished, GenerateOptions, Started, Tokens
+from bough.telemetry.call_context import CALLER_TRACEPARENT
+from bough.telemetry.logs import LOG_CONTEXT
+from bough.telemetry.spans import Attributes
+from bough.telemetry.tracing import CURRENT_SPAN, Span, Tracer
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.totals import Histogram
 
+logger = logging.getLogger(__name__)
+
+NANO = 1e-9
+HASH_LENGTH = 16  # hexadecimal digits of a session's hash in traces
 # Bounds in seconds: vLLM's where these are fine enough, and longer ones, as sweeps of streamed weights take seconds.
 WAIT_BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
 TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0)
@@ -40,15 +51,17 @@ class RequestTotals:
 
 @dataclass(slots=True)
 class RequestWatch:
-    """Measures one request as seen by its API, and adds it to `totals`."""
+    """Measures one request as seen by its API, adds it to `totals`, and notes it in its span."""
 
     totals: RequestTotals
     clock: Callable[[], float] = time.monotonic
+    span: Span = field(default_factory=CURRENT_SPAN.get)
     _began: float = 0.0
     _started: float = 0.0
     _first: float = 0.0  # time of the first tokens; 0 before
     _last: float = 0.0
     _num_later: int = 0  # tokens after the first round
+    _has_tokens: bool = False  # of an earlier call of the same request, perhaps
     _has_ended: bool = False
 
     def __post_init__(self) -> None:
@@ -61,8 +74,15 @@ class RequestWatch:
                 self.totals.prompt_tokens += event.prompt_tokens
                 self.totals.queue.add(now - self._began)
                 self._started = now
-            case Tokens(num_nodes=num_nodes) if num_nodes > 0:
-                self._note_round(now, len(event.token_ids))
+                if self.span.is_recorded:
+                    model = {"gen_ai.response.model": event.model_name}
+                    self.span.set({**model, "bough.tokens.resumed": event.resumed_tokens})
+            case Tokens():
+                if not self._has_tokens:
+                    self._has_tokens = True
+                    self.span.set({"gen_ai.latency.time_to_first_token": now - self._began})
+                if event.num_nodes > 0:
+                    self._note_round(now, len(event.token_ids))
             case Finished():
                 self._note_end(now, event)
 
@@ -92,6 +112,14 @@ class RequestWatch:
             self.totals.decode.add(self._last - self._first)
         if self._num_later:
             self.totals.per_token.add((self._last - self._first) / self._num_later)
+        if self.span.is_recorded:
+            self.span.set(finished_attributes(event))
+        usage = event.usage
+        logger.debug(
+            "finished: %s, %d prompt tokens, %d tokens in %d rounds, %.3f s",
+            event.finish_reason, usage.prompt_tokens, usage.completion_tokens, event.speculation.num_rounds,
+            now - self._began,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -108,3 +136,68 @@ class TroubleCount:
         self.totals.num_failovers += num_failovers - self._counted[0]
         self.totals.num_degraded_rounds += num_degraded_rounds - self._counted[1]
         self._counted = now
+
+
+@contextmanager
+def request_trace(tracer: Tracer, options: GenerateOptions) -> Iterator[None]:
+    """Trace a request during the block, in the running task and tasks that it starts.
+
+    The span is a child of the caller's, if the caller sent one.
+    """
+    with tracer.serve("generate", CALLER_TRACEPARENT.get()) as span:
+        CURRENT_SPAN.set(span)
+        LOG_CONTEXT.set(
+            LOG_CONTEXT.get()._replace(
+                request_id=options.request_id, session_id=options.session_id, trace_id=span.trace_id
+            )
+        )
+        if span.is_recorded:
+            span.set(request_attributes(options))
+        yield
+
+
+def request_attributes(options: GenerateOptions) -> Attributes:
+    attributes: dict[str, str | int | float] = {
+        "gen_ai.request.id": options.request_id,
+        "gen_ai.request.max_tokens": options.max_tokens,
+        "gen_ai.request.temperature": options.temperature,
+        "gen_ai.request.top_p": options.top_p,
+    }
+    if options.model:
+        attributes["gen_ai.request.model"] = options.model
+    if options.session_id:
+        attributes["bough.session"] = hashed(options.session_id)
+    if name := LOG_CONTEXT.get().http_request_id:
+        attributes["bough.http_request_id"] = name
+    return attributes
+
+
+def finished_attributes(event: Finished) -> Attributes:
+    return {
+        "gen_ai.response.finish_reasons": (event.finish_reason,),
+        "gen_ai.usage.input_tokens": event.usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": event.usage.completion_tokens,
+        "bough.tokens.cached": event.usage.cached_tokens,
+        "bough.rounds": event.speculation.num_rounds,
+        "bough.rounds.degraded": event.speculation.num_degraded_rounds,
+        "bough.failovers": event.num_failovers,
+    }
+
+
+def round_attributes(tokens: Tokens) -> Attributes:
+    timings = tokens.timings
+    parts = ("draft", "network", "queue", "wait", "compute")
+    return {
+        "bough.tree.nodes": tokens.num_nodes,
+        "bough.tree.depth": tokens.tree_depth,
+        "bough.tree.accepted": sum(tokens.drafted),
+        "bough.tree.accepted_lookup": tokens.num_lookup,
+        "bough.tokens": len(tokens.token_ids),
+        **{f"bough.round.{name}_seconds": getattr(timings, f"{name}_ns") * NANO for name in parts},
+        "bough.round.link_efficiency": timings.link_efficiency,
+    }
+
+
+def hashed(session_id: str) -> str:
+    """A session's id for traces: equal for equal ids, but not the id, which may name a person."""
+    return hashlib.sha256(session_id.encode()).hexdigest()[:HASH_LENGTH]
