@@ -30,34 +30,16 @@ PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)  # after consecutive failur
 CLOSE_SECONDS = 5.0  # for writing the rest on close
 
 
-class _RoundRecord(NamedTuple):
-    """A session after a round."""
-
-    session: SessionRecord
-    request: RequestRecord
-    model_fingerprint: str
-    cache_salt: str
-
-    @property
-    def epoch(self) -> int:
-        return self.session.epoch
-
-
-class _Unchanged(NamedTuple):
-    """A session as it was before a turn that ended without a round, under that turn's epoch."""
-
-    session: SessionRecord
-
-    @property
-    def epoch(self) -> int:
-        return self.session.epoch
-
-
-class _Drop(NamedTuple):
-    """A session to forget."""
+class _State(NamedTuple):
+    """What is to be written of a session: its state after a round; without a request the state before a turn that ended
+    without a round, under that turn's epoch; without both, the session is to be forgotten."""
 
     session_id: str
     epoch: int
+    session: SessionRecord | None = None
+    request: RequestRecord | None = None
+    model_fingerprint: str = ""
+    cache_salt: str = ""
     is_lost: bool = False  # its last turn could not be recorded; tried until the index takes it
 
 
@@ -75,19 +57,19 @@ class _Noted:
 class _Log:
     """What remains to be written of one session, and what has been written."""
 
-    waiting: _RoundRecord | _Unchanged | _Drop | None = None  # the newest, until it is written
+    waiting: _State | None = None  # the newest, until it is written
     is_settled: asyncio.Event = field(default_factory=asyncio.Event)  # unless something was not tried yet
     has_ended: bool = False  # the request has ended: no more records will come
     task: asyncio.Task[None] | None = None
     epoch: int = 0  # of the records
     refusal: StaleEpoch | None = None  # another request has claimed or closed the session
     refused_request_id: str = ""  # request of this epoch whose id now belongs to another session
-    lost: _Drop | None = None  # what the index could not take for too long
+    lost: _State | None = None  # what the index could not take for too long
     num_written: int = 0  # tokens in the index
     hashes: list[int] = field(default_factory=list)  # of the blocks that the target holds
     noted: _Noted = field(default_factory=lambda: _Noted())
 
-    def put(self, waiting: _RoundRecord | _Unchanged | _Drop) -> None:
+    def put(self, waiting: _State) -> None:
         """Replace what is to be written by something newer."""
         if waiting.epoch != self.epoch:
             self.epoch, self.refusal, self.refused_request_id, self.num_written = waiting.epoch, None, "", 0
@@ -107,13 +89,14 @@ class Recorder:
         self, session: SessionRecord, request: RequestRecord, model_fingerprint: str, cache_salt: str = ""
     ) -> None:
         """Record a round: the session's place, its request's tokens, and the prefixes that its target holds."""
-        self._put(session.session_id, _RoundRecord(session, request, model_fingerprint, cache_salt), has_ended=False)
+        state = _State(session.session_id, session.epoch, session, request, model_fingerprint, cache_salt)
+        self._put(state, has_ended=False)
 
     def drop(self, session_id: str, epoch: int) -> None:
         """Forget a session that is not kept, unless a newer epoch of it is recorded here."""
         log = self._logs.get(session_id)
         if log is None or log.epoch <= epoch:
-            self._put(session_id, _Drop(session_id, epoch), has_ended=True)
+            self._put(_State(session_id, epoch), has_ended=True)
 
     def end(self, session_id: str, epoch: int = 0, before: SessionRecord | None = None) -> None:
         """End the request of a kept session: its log is dropped once all is written.
@@ -122,9 +105,9 @@ class Recorder:
         """
         log = self._logs.get(session_id)
         if before is not None and (log is None or log.epoch < epoch):
-            self._put(session_id, _Unchanged(replace(before, epoch=epoch)), has_ended=True)
+            self._put(_State(session_id, epoch, replace(before, epoch=epoch)), has_ended=True)
         elif log is not None and log.lost is not None and log.task is None:
-            self._put(session_id, log.lost, has_ended=True)
+            self._put(log.lost, has_ended=True)
         elif log is not None:
             log.has_ended = True
             self._forget_if_done(session_id, log)
@@ -164,10 +147,8 @@ class Recorder:
         log = self._logs.get(session_id)
         if log is None or log.refusal is not None or log.waiting is None:
             return None
-        if isinstance(log.waiting, _Drop):
-            if log.waiting.is_lost and continues:
-                raise lost_turn(session_id)
-            return None
+        if log.waiting.is_lost and continues:
+            raise lost_turn(session_id)
         return log.waiting.session
 
     async def close(self) -> None:
@@ -177,12 +158,12 @@ class Recorder:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
         await end(*tasks)
 
-    def _put(self, session_id: str, waiting: _RoundRecord | _Unchanged | _Drop, has_ended: bool) -> None:
-        log = self._logs.setdefault(session_id, _Log())
+    def _put(self, state: _State, has_ended: bool) -> None:
+        log = self._logs.setdefault(state.session_id, _Log())
         log.has_ended = has_ended
-        log.put(waiting)
+        log.put(state)
         if log.task is None:
-            log.task = asyncio.create_task(self._write_all(session_id, log))
+            log.task = asyncio.create_task(self._write_all(state.session_id, log))
 
     def _forget_if_done(self, session_id: str, log: _Log) -> None:
         if log.has_ended and log.task is None:
@@ -193,8 +174,8 @@ class Recorder:
         try:
             num_failures = 0
             while (state := log.waiting) is not None:
-                if num_failures >= len(PAUSES_SECONDS) and not (isinstance(state, _Drop) and state.is_lost):
-                    log.lost = _lost(session_id, state) or log.lost
+                if num_failures >= len(PAUSES_SECONDS) and not state.is_lost:
+                    log.lost = _lost(state) or log.lost
                     if log.lost is None or not log.has_ended:
                         break
                     log.waiting = log.lost  # small enough to be tried for as long as it takes
@@ -219,48 +200,48 @@ class Recorder:
             log.is_settled.set()
             self._forget_if_done(session_id, log)
 
-    async def _write(self, log: _Log, state: _RoundRecord | _Unchanged | _Drop) -> None:
+    async def _write(self, log: _Log, state: _State) -> None:
         """Write once. Raises StaleEpoch or Unavailable."""
         if log.refusal is not None:
             return
-        if isinstance(state, _Drop):
+        if (session := state.session) is None:
             await self._registry.drop_session(state.session_id, state.epoch)
             return
-        await self._registry.record_session(state.session, log.num_written)
-        if isinstance(state, _Unchanged):
+        await self._registry.record_session(session, log.num_written)
+        if state.request is None:
             return
-        await self._record_request(log, state)
+        await self._record_request(log, state.request)
         if log.epoch == state.epoch:  # otherwise a newer epoch has begun, of which nothing is written
-            log.num_written = len(state.session.tokens)
-            await self._note_prefixes(log, state)
+            log.num_written = len(session.tokens)
+            await self._note_prefixes(log, session, state)
 
-    async def _record_request(self, log: _Log, state: _RoundRecord) -> None:
+    async def _record_request(self, log: _Log, request: RequestRecord) -> None:
         """Record the request, unless another session's request has taken its id; the session is recorded anyway."""
-        if log.refused_request_id == state.request.request_id:
+        if log.refused_request_id == request.request_id:
             return
         try:
-            await self._registry.record_request(state.request, log.num_written)
+            await self._registry.record_request(request, log.num_written)
         except StaleEpoch as exc:
             logger.warning("%s: its name is another's, so that it cannot be resumed; the session goes on", exc)
-            if log.epoch == state.epoch:
-                log.refused_request_id = state.request.request_id
+            if log.epoch == request.epoch:
+                log.refused_request_id = request.request_id
 
-    async def _note_prefixes(self, log: _Log, state: _RoundRecord) -> None:
+    async def _note_prefixes(self, log: _Log, session: SessionRecord, state: _State) -> None:
         """Note new blocks that the target holds, and from time to time all, as they are in use."""
-        num_blocks, noted, now = state.session.target_length // BLOCK_TOKENS, log.noted, time.monotonic()
+        num_blocks, noted, now = session.target_length // BLOCK_TOKENS, log.noted, time.monotonic()
         if num_blocks == 0:
             return
         first_new = noted.num_blocks
-        if (noted.epoch, noted.target_id) != (state.epoch, state.session.target_id) or num_blocks < first_new:
+        if (noted.epoch, noted.target_id) != (state.epoch, session.target_id) or num_blocks < first_new:
             first_new = 0
         elif num_blocks == first_new:
             return
         elif now - noted.all_at > REFRESH_SECONDS:
             first_new = 0
         if num_blocks != len(log.hashes):
-            held = state.session.tokens[: num_blocks * BLOCK_TOKENS]
+            held = session.tokens[: num_blocks * BLOCK_TOKENS]
             log.hashes = block_hashes(held, log.hashes[:num_blocks], state.cache_salt)
-        target_id = state.session.target_id
+        target_id = session.target_id
         await self._registry.note_prefixes(state.model_fingerprint, log.hashes, target_id, first_new)
         log.noted = _Noted(state.epoch, target_id, num_blocks, noted.all_at if first_new else now)
 
@@ -274,10 +255,10 @@ def lost_turn(session_id: str) -> NotFound:
     )
 
 
-def _lost(session_id: str, state: _RoundRecord | _Unchanged | _Drop) -> _Drop | None:
+def _lost(state: _State) -> _State | None:
     """What is to be written of a state that could not be recorded, if its session may be continued."""
-    is_kept = isinstance(state, _Unchanged) or (isinstance(state, _RoundRecord) and state.request.keeps_session)
-    return _Drop(session_id, state.epoch, is_lost=True) if is_kept else None
+    is_kept = state.session is not None and (state.request is None or state.request.keeps_session)
+    return _State(state.session_id, state.epoch, is_lost=True) if is_kept else None
 
 
 def session_record(session: Session, place: TargetPlace) -> SessionRecord:
