@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -131,7 +132,8 @@ async def test_a_choice_waits_for_its_siblings_for_as_long_as_they_take(
 ) -> None:
     """The time that it may wait for a place was over, and all of the answer lost, also what was whole."""
     limited(door, monkeypatch, max_running=1, max_waiting=2)
-    monkeypatch.setattr(door.stack.requests, "_queue_timeout", 0.05)
+    requests = door.stack.requests
+    monkeypatch.setattr(requests, "config", replace(requests.config, queue_timeout=0.05))
     answer = await door.answer(COMPLETIONS, TEXT | {"max_tokens": 60, "n": 3})
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
 
