@@ -28,9 +28,8 @@ from bough.registry.records import WorkerRecord
 from bough.registry.registry import LEASE_SECONDS, Registry
 from bough.security.access import OPEN, Access
 from bough.tokenization.vocabulary import TokenizerFiles, first_difference
-from orchestrator.cluster.iteration_limiter import IterationLimiter
 from orchestrator.cluster.tokenizer_threads import Tokenizing
-from orchestrator.cluster.worker_clients import AT_ONCE, DraftClient, TargetClient
+from orchestrator.cluster.worker_clients import AT_ONCE, DraftClient, IterationLimiter, TargetClient
 from orchestrator.cluster.worker_handle import (
     AnyClient,
     AnyHandle,

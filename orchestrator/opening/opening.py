@@ -23,14 +23,12 @@ from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
 from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.served_models import targets_for
+from orchestrator.cluster.served_models import TargetWaiting, targets_for
 from orchestrator.cluster.target_place import TargetPlace
 from orchestrator.cluster.worker_handle import Need, TargetHandle, Targets
 from orchestrator.opening.epochs import Epochs
-from orchestrator.opening.output_form import OutputForm, output_form
-from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_prompt
+from orchestrator.opening.prompt import OutputForm, continued_prompt, next_prompt, output_form, whole_prompt
 from orchestrator.opening.recorder import Recorder, as_recorded, lost_turn, request_record
-from orchestrator.opening.target_waiting import TargetWaiting
 from orchestrator.reasoning.formats import thoughts_of
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.sessions.session import Deadline, Session

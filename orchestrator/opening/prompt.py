@@ -1,15 +1,39 @@
-"""From a prompt to the tokens of a request."""
+"""From a prompt to the tokens of a request, what its output must be, and which special tokens the text shows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from typing import NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from bough.errors import InvalidRequest
+from bough.grammar.grammar import CACHE_SALT, NUM_PROCESSES, grammar_of
 from bough.protocol.codec import require_tokens
-from bough.protocol.generation import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from bough.protocol.generation import (
+    Channels,
+    ChatPrompt,
+    GenerateOptions,
+    Prompt,
+    TextPrompt,
+    Thoughts,
+    TokenPrompt,
+    ToolChoice,
+    Tools,
+)
 from bough.tokenization.chat_template import Variables, template_variables
 from bough.tokenization.tokenizer import Tokenizer
-from orchestrator.tools.formats import has_fields, tool_prompt
+from orchestrator.reasoning.formats import HARMONY_NAME, after_thoughts, shown
+from orchestrator.tools.formats import format_of, has_fields, tool_prompt
+from orchestrator.tools.harmony import HARMONY
+
+Result = TypeVar("Result")
+
+_THREADS = ThreadPoolExecutor(NUM_PROCESSES, "grammars")
+_TURNS: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by salt
 
 
 def whole_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
@@ -54,3 +78,89 @@ def _tokens(
     if not tokens:
         raise InvalidRequest("prompt", "must have at least one token", "none")
     return tokens
+
+
+class OutputForm(NamedTuple):
+    """The grammar of an output, empty if it is free, and the special tokens that are part of its text."""
+
+    grammar: str
+    shown: Mapping[int, str]
+
+
+async def output_form(
+    prompt: Prompt,
+    options: GenerateOptions,
+    tokenizer: Tokenizer,
+    tool_format: str,
+    thoughts: Thoughts | Channels | None = None,
+) -> OutputForm:
+    """The form that a request demands, with the format of tool calls that is configured, after thoughts if it has any.
+
+    Raises InvalidRequest naming the field that demands what cannot be had.
+    """
+    CACHE_SALT.set(options.cache_salt)
+    tools = prompt.tools if isinstance(prompt, ChatPrompt) else None
+    demanded = ""
+    if (constraint := options.constraint) is not None:
+        demanded = await _in_turn(options.cache_salt, lambda: grammar_of(constraint))
+    form = OutputForm(demanded, {})
+    is_called = tools is not None and tools.choice is not ToolChoice.NONE
+    if tools is not None and is_called:
+        called = tools
+        form = await _in_turn(options.cache_salt, lambda: _of_tools(called, tokenizer, tool_format, demanded, thoughts))
+    if form.grammar and options.ignore_eos:
+        raise InvalidRequest(
+            "ignore_eos",
+            "must be false beside a constraint or demanded calls of tools, which the model's end completes",
+        )
+    if form.grammar and options.min_tokens:
+        raise InvalidRequest(
+            "min_tokens", "must be 0 beside a constraint or demanded calls of tools, which end where nothing can follow"
+        )
+    if thoughts is None:
+        return form
+    grammar, is_whole = form.grammar, isinstance(thoughts, Channels) and is_called  # all messages, thoughts included
+    if grammar and not is_whole and (options.constraint is None or options.constraint.after_reasoning):
+        field = "chat.tools" if options.constraint is None else "constraint"
+        grammar = after_thoughts(field, grammar, thoughts, tokenizer.added_tokens)
+    return OutputForm(grammar, {**shown(thoughts, tokenizer), **form.shown})
+
+
+async def _in_turn(cache_salt: str, work: Callable[[], Result]) -> Result:
+    """Run work that reads grammars in a thread for that, one at a time of a salt, and so of a tenant.
+
+    So a tenant whose grammars take as long as they may leaves a thread to others. One whose caller has gone is not
+    begun; one that has begun keeps its turn, as it cannot be stopped.
+    """
+    turn, loop = _TURNS.setdefault(cache_salt, asyncio.Lock()), asyncio.get_running_loop()
+    await turn.acquire()
+
+    def end_turn(_: object) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(turn.release)
+
+    running = _THREADS.submit(copy_context().run, work)
+    running.add_done_callback(end_turn)
+    return await asyncio.wrap_future(running)
+
+
+def _of_tools(
+    tools: Tools, tokenizer: Tokenizer, tool_format: str, demanded: str, thoughts: Thoughts | Channels | None
+) -> OutputForm:
+    """The form of an output that is calls, or where the model decides, what is demanded otherwise.
+
+    If that is nothing, it is free unless it matters what is called, with which arguments or how often. Raises
+    InvalidRequest if the functions cannot be called so, or the parser of calls does not go with that of thoughts.
+    """
+    known = format_of(tool_format, tokenizer.tool_template)
+    if (known is HARMONY) is not isinstance(thoughts, Channels):
+        raise InvalidRequest(
+            "chat.tools",
+            f"must be left out, as the orchestrator's --tool-call-parser {HARMONY.name} goes with "
+            f"--reasoning-parser {HARMONY_NAME} alone",
+        )
+    named = {i: f for i, f in enumerate(tools.functions) if not tools.allowed or f.name in tools.allowed}
+    is_limited = tools.must_call or bool(tools.allowed) or not tools.allows_several
+    is_free = not (is_limited or demanded or any(f.is_strict for f in named.values()))
+    grammar = "" if is_free else known.grammar(named, tools, tokenizer.added_tokens, demanded)
+    return OutputForm(grammar, known.shown(tokenizer.added_tokens))

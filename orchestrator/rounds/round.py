@@ -27,8 +27,7 @@ from orchestrator.cluster.target_place import TargetPlace
 from orchestrator.cluster.worker_clients import Timed
 from orchestrator.cluster.worker_handle import DraftHandle, TargetHandle
 from orchestrator.opening.recorder import Recorder, request_record, session_record
-from orchestrator.rounds.prompt_lookup import Acceptance, PromptLookup, assumed_probability
-from orchestrator.rounds.suffix_automaton import LookupLimits
+from orchestrator.rounds.prompt_lookup import Acceptance, LookupLimits, PromptLookup, assumed_probability
 from orchestrator.rounds.verifier import Verifier
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.sessions.session import Session, verified_part

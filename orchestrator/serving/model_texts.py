@@ -12,10 +12,9 @@ from bough.protocol.codec import require_tokens
 from bough.protocol.generation import GenerateOptions, Prompt
 from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.admission.size_limits import require_size
-from orchestrator.cluster.served_models import targets_for
+from orchestrator.cluster.served_models import TargetWaiting, targets_for
 from orchestrator.cluster.worker_handle import TargetHandle
 from orchestrator.opening.prompt import whole_prompt
-from orchestrator.opening.target_waiting import TargetWaiting
 from orchestrator.sessions.session import Deadline
 from orchestrator.tools.formats import format_of
 from orchestrator.tools.tool_format import ToolFormat

@@ -29,12 +29,11 @@ from orchestrator.admission.admission import Admission, Hold
 from orchestrator.admission.call_limiter import CallLimiter
 from orchestrator.admission.size_limits import require_size_for_any
 from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.served_models import context_limit, largest_context, served_models
+from orchestrator.cluster.served_models import TargetWaiting, context_limit, largest_context, served_models
 from orchestrator.opening.endings import Endings
 from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.opening import Opened, Opening
 from orchestrator.opening.recorder import Recorder
-from orchestrator.opening.target_waiting import TargetWaiting
 from orchestrator.rounds.round import PromptScoring, Rounds
 from orchestrator.rounds.verifier import Verifier
 from orchestrator.serving.model_texts import MOST_HELD, ModelTexts

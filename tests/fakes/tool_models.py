@@ -11,7 +11,7 @@ from bough.grammar.allowed_tokens import Grammars
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Tools
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from orchestrator.opening.output_form import output_form
+from orchestrator.opening.prompt import output_form
 from tests.fakes.tool_templates import SPECIAL, TEMPLATES, TOKENS
 
 QUESTION = (Message("user", "Weather?"),)

@@ -16,7 +16,7 @@ from bough.protocol.generation import Constraint, GenerateOptions, TextPrompt
 from bough.protocol.sampling_params import MAX_CHOICES, MAX_GRAMMAR
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from orchestrator.opening.output_form import output_form
+from orchestrator.opening.prompt import output_form
 
 NUMBERS = Constraint(json_schema='{"type": "array", "items": {"type": "integer"}}')
 SUM = Constraint(lark='start: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/')

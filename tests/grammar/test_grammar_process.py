@@ -23,7 +23,7 @@ from bough.grammar.grammar_process import GrammarProcess, Limits, Refused, recei
 from bough.protocol.generation import ChatPrompt, Constraint, Function, GenerateOptions, Message, ToolChoice, Tools
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from orchestrator.opening.output_form import output_form
+from orchestrator.opening.prompt import output_form
 from tests.fakes.tool_models import model_of
 from tests.fakes.waiting import until
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 
-from orchestrator.cluster.iteration_limiter import IterationLimiter
+from orchestrator.cluster.worker_clients import IterationLimiter
 
 
 async def test_who_comes_alone_does_not_wait() -> None:

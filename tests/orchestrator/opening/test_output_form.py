@@ -11,8 +11,8 @@ import pytest
 
 from bough.errors import InvalidRequest
 from bough.protocol.generation import Constraint, GenerateOptions, TextPrompt
-from orchestrator.opening import output_form
-from orchestrator.opening.output_form import OutputForm
+from orchestrator.opening import prompt as module
+from orchestrator.opening.prompt import OutputForm
 from tests.fakes.waiting import until
 
 
@@ -34,13 +34,13 @@ class Checks:
 
     def of(self, tenant: str, name: str) -> asyncio.Task[OutputForm]:
         options = GenerateOptions(constraint=Constraint(regex=name), cache_salt=tenant)
-        return asyncio.create_task(output_form.output_form(TextPrompt("x"), options, Mock(), "auto"))
+        return asyncio.create_task(module.output_form(TextPrompt("x"), options, Mock(), "auto"))
 
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Checks]:
     checks = Checks()
-    monkeypatch.setattr(output_form, "grammar_of", checks.check)
+    monkeypatch.setattr(module, "grammar_of", checks.check)
     yield checks
     for gate in checks.gates.values():
         gate.set()
@@ -75,7 +75,7 @@ async def test_callers_that_leave_get_no_further_turns(checks: Checks) -> None:
 
 
 async def test_a_check_that_is_refused_ends_its_turn(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_form, "grammar_of", Mock(side_effect=InvalidRequest("constraint", "must be another")))
+    monkeypatch.setattr(module, "grammar_of", Mock(side_effect=InvalidRequest("constraint", "must be another")))
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="must be another"):
             await checks.of("one", "a")

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from bough.client import Client
 from bough.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions, Resume
+from orchestrator.cluster import served_models
 from orchestrator.http_api.app import http_app
-from orchestrator.opening import target_waiting
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
 from tests.fakes.fleet import Fleet
@@ -29,7 +29,7 @@ NAMELESS = replace(OPTIONS, request_id="")
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Held requests look for a target again at once."""
-    monkeypatch.setattr(target_waiting, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(served_models, "POLL_SECONDS", 0.01)
 
 
 @contextmanager

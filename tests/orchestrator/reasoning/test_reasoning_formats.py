@@ -26,8 +26,7 @@ from bough.protocol.generation import (
 )
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from orchestrator.opening.output_form import output_form
-from orchestrator.opening.prompt import whole_prompt
+from orchestrator.opening.prompt import output_form, whole_prompt
 from orchestrator.reasoning.formats import FORMATS, thoughts_of
 
 # What checkpoints' templates say of thoughts, shortened.

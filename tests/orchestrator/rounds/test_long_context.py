@@ -14,7 +14,7 @@ import pytest
 from bough.protocol.generation import Finished, GenerateOptions, TokenPrompt, Tokens
 from bough.protocol.prefix_hash import CHECKPOINT_TOKENS, TokenHistory
 from orchestrator.opening import opening
-from orchestrator.rounds.suffix_automaton import SuffixAutomaton
+from orchestrator.rounds.prompt_lookup import SuffixAutomaton
 from tests.fakes.fleet import Fleet
 from tests.fakes.stage import MAX_CONTEXT, Stage, orchestrating
 from tests.fakes.waiting import until

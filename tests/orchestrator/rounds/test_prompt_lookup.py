@@ -10,8 +10,16 @@ from collections.abc import Callable
 import pytest
 
 from bough.trees.tree import Tree
-from orchestrator.rounds.prompt_lookup import MAX_READ, Acceptance, PromptLookup, assumed_probability
-from orchestrator.rounds.suffix_automaton import DraftOpinion, Guesses, GuessKind, LookupLimits
+from orchestrator.rounds.prompt_lookup import (
+    MAX_READ,
+    Acceptance,
+    DraftOpinion,
+    Guesses,
+    GuessKind,
+    LookupLimits,
+    PromptLookup,
+    assumed_probability,
+)
 from tests.fakes.waiting import until
 
 LIMITS = LookupLimits(max_nodes=6, max_depth=6)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.trees.tree import Tree
-from orchestrator.rounds.suffix_automaton import (
+from orchestrator.rounds.prompt_lookup import (
     DraftOpinion,
     Follower,
     Guesses,

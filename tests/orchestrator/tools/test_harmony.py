@@ -27,8 +27,7 @@ from bough.tokenization.vocabulary import TokenizerFiles
 from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
 from orchestrator.http_api.responses.fields import ResponseFields
-from orchestrator.opening.output_form import OutputForm, output_form
-from orchestrator.opening.prompt import whole_prompt
+from orchestrator.opening.prompt import OutputForm, output_form, whole_prompt
 from orchestrator.reasoning.formats import thoughts_of
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.tools.formats import format_of
