@@ -29,8 +29,8 @@ from bough.registry.connection import PASSWORD_FILE, IndexConnection
 from bough.registry.registry import Registry
 from bough.runtime.connections import Connection, connection_limit
 from bough.security.access import Access, require_guarded
-from bough.security.api_keys import hash_of
-from bough.security.handshakes import Handshakes
+from bough.security.keys import hash_of
+from bough.security.tls import Handshakes
 from deploy.settings import INDEX, IndexSettings
 
 START_SECONDS = 20.0

@@ -31,8 +31,8 @@ from bough.health.ray_dashboard import Node
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.progress import QUESTION, activation, bough_command, curl_command
 from bough.runtime.log_lines import quoted_lines, say
+from bough.security.keys import WorkerKey
 from bough.security.tls import files_towards
-from bough.security.worker_key import WorkerKey
 from bough.simulation.profile import load_profile
 from deploy.check import HAPROXY, check, deployments_of, load, orchestrator_of, require_resources, uses_haproxy
 from deploy.settings import DEMONSTRATION, INDEX, INDEX_PORT, PORTS, Role

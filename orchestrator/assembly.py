@@ -28,7 +28,7 @@ from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry, registered
 from bough.rpc.server import Served
 from bough.security.access import Access, metrics_context, require_guarded
-from bough.security.api_keys import Keyring
+from bough.security.keys import Keyring
 from bough.security.tls import CurrentContext
 from bough.telemetry.metrics import MetricsServer, metrics_url
 from bough.telemetry.tracing import tracing

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bough.errors import ConfigError
 from bough.runtime.log_lines import say
-from bough.security.api_keys import (
+from bough.security.keys import (
     LIMITS,
     ApiKey,
     hash_of,

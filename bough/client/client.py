@@ -31,8 +31,8 @@ from bough.protocol.codec_fields import read
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
-from bough.security.api_keys import credentials, require_key
 from bough.security.certificates import CertificateFiles
+from bough.security.keys import credentials, require_key
 from bough.security.tls import PeerChannel, channels, environment_files
 from bough.trees.scheme_acceptance import SchemeAcceptance
 

@@ -12,6 +12,8 @@ from bough.protocol.sampling_params import PositionLogprobs, SamplingParams
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme, TreePlan
 
+SEPARATOR = "::"  # between the name of a tenant, which has no colons, and the ids of its requests and sessions
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -120,3 +122,9 @@ class VerifyResult:
     cost: CostCurve | None = None  # seconds of a sweep by its rows, all sessions together
     num_rows: int = 0  # rows of the sweep that verified the tree
     num_trees: int = 0  # trees in that sweep
+
+
+def tenant_of(session_id: str) -> str:
+    """The tenant of a session; empty if there are no keys."""
+    name, separator, _ = session_id.partition(SEPARATOR)
+    return name if separator else ""

@@ -134,11 +134,6 @@ class StoredSession(NamedTuple):
     record: SessionRecord | None
     epoch: int  # the newest that was granted
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether a turn has begun after the one that is recorded."""
-        return self.record is not None and self.epoch > self.record.epoch
-
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """The bytes of a transcript."""

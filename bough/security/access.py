@@ -15,8 +15,8 @@ from bough.config.processes import OrchestratorConfig, ServiceConfig
 from bough.errors import ConfigError
 from bough.security.auth_interceptor import AuthInterceptor, PeerNames
 from bough.security.certificates import AUTHORITY, CERT, CLIENT_AUTHORITY, CertificateFiles, Certificates
+from bough.security.keys import WorkerKey
 from bough.security.tls import CurrentContext, PeerChannel, Tls, context_to_itself, server_context
-from bough.security.worker_key import WorkerKey
 
 logger = logging.getLogger(__name__)
 

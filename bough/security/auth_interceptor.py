@@ -14,7 +14,7 @@ from bough.errors import Unauthenticated
 from bough.rpc.arrivals import CALLER
 from bough.rpc.services import ServicerContext
 from bough.rpc.status_map import abort
-from bough.security.api_keys import HEADER
+from bough.security.keys import HEADER
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")  # of handlers
 NAMES = ("x509_subject_alternative_name", "x509_common_name")  # of gRPC's authentication context

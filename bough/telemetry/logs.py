@@ -16,7 +16,7 @@ from bough.runtime.log_lines import LineFormatter, SparingFilter, cut
 
 QUIET = ("httpx", "numba", "asyncio")  # loggers of libraries that log only from WARNING on
 # Loggers to which connections come before anybody is asked for a key.
-AT_THE_DOOR = ("uvicorn.error", "bough.security.handshakes", "bough.telemetry.metrics")
+AT_THE_DOOR = ("uvicorn.error", "bough.security.tls", "bough.telemetry.metrics")
 
 
 class LogContext(NamedTuple):

@@ -19,7 +19,7 @@ from bough.protocol import codec_generation as wire
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
 from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
-from bough.security.api_keys import credentials
+from bough.security.keys import credentials
 from loadtest.locust.plan import Question
 from loadtest.locust.reading import CHAT_PATH, OK, Reading, chat_body
 from loadtest.locust.samples import Sample

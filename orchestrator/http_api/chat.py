@@ -6,13 +6,20 @@ from collections.abc import Iterator, Sequence
 
 from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens, ToolCall, Tools
 from bough.protocol.sampling_params import MAX_UINT32, UNLIMITED
-from orchestrator.http_api.answers.answer import Completion, Head, Spell, chat_logprobs
-from orchestrator.http_api.answers.content import AnswerContent, Formats, FunctionCall, ThoughtText
+from orchestrator.http_api.answers import (
+    AnswerContent,
+    Completion,
+    Formats,
+    FunctionCall,
+    Head,
+    Spell,
+    ThoughtText,
+    chat_logprobs,
+)
 from orchestrator.http_api.fields.errors import Json, invalid
 from orchestrator.http_api.fields.generation import ChatFields, MessageFields, StreamOptions
 from orchestrator.http_api.fields.options import RequestLimits, response_constraint
-from orchestrator.tools.call_parser import ContentText
-from orchestrator.tools.call_syntax import ArgumentsText, CallBegun
+from orchestrator.tools.call_parser import ArgumentsText, CallBegun, ContentText
 
 # Names of gRPC fields as clients of this API know them, for error messages.
 FIELD_NAMES = {

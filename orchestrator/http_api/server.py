@@ -17,8 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bough.errors import ConfigError, Unavailable
 from bough.runtime.connections import Connection, connection_limit, longest_idle
-from bough.security.handshakes import Handshakes
-from bough.security.tls import CurrentContext
+from bough.security.tls import CurrentContext, Handshakes
 from orchestrator.http_api.fields.errors import api_error
 
 IDLE_SECONDS = 75  # after which a connection without a whole head is closed; balancers keep theirs for a minute

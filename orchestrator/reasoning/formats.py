@@ -10,7 +10,7 @@ from bough.config.processes import ANY_REASONING
 from bough.grammar.grammar import before
 from bough.protocol.generation import Beginning, Channels, ChatPrompt, Prompt, Thoughts
 from bough.tokenization.tokenizer import AddedTokens, Tokenizer
-from orchestrator.tools.call_syntax import written
+from orchestrator.tools.call_parser import written
 from orchestrator.tools.harmony import END, MARKS, MESSAGE, START, messages_grammar
 from orchestrator.tools.tool_format import ranges
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from bough.errors import BoughError, Exhausted, NotFound, Unauthenticated
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Event, Finished, GenerateOptions, Prompt, Started, Tokens
-from bough.protocol.tenant_names import SEPARATOR
-from bough.security.api_keys import ApiKey, Keyring
-from bough.security.worker_key import WorkerKey
+from bough.protocol.messages import SEPARATOR
+from bough.security.keys import ApiKey, Keyring, WorkerKey
 from bough.telemetry.tracing import NO_TRACER, Tracer
 from orchestrator.admission.admission import Hold
 from orchestrator.admission.size_limits import require_name, require_texts

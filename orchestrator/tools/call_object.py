@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from bough.grammar.grammar import ANY_OBJECT, embedded_schema
 from bough.protocol.generation import Function
-from orchestrator.tools.call_syntax import CallReader, JsonValue, Write
+from orchestrator.tools.call_parser import CallReader, JsonValue, Write
 
 NAME, ARGUMENTS = "name", ("arguments", "parameters")  # keys of a call
 

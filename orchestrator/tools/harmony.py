@@ -15,8 +15,7 @@ from functools import partial
 from bough.grammar.grammar import ANY_OBJECT, before, embedded_schema
 from bough.protocol.generation import Function, Tools
 from bough.tokenization.tokenizer import AddedTokens
-from orchestrator.tools.call_parser import CallSpelling
-from orchestrator.tools.call_syntax import Write, written
+from orchestrator.tools.call_parser import CallSpelling, Write, written
 from orchestrator.tools.named_call import NamedSyntax
 from orchestrator.tools.tool_format import CallRules, ToolFormat, checked
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bough.grammar.grammar import ANY_OBJECT, embedded_schema
 from bough.protocol.generation import Function
-from orchestrator.tools.call_syntax import CallReader, JsonValue, Write
+from orchestrator.tools.call_parser import CallReader, JsonValue, Write
 
 NAME = "[A-Za-z0-9_.:/-]+"  # of a function
 _NAME = re.compile(rf"\s*({NAME})?")

@@ -16,7 +16,7 @@ from bough.errors import InvalidRequest
 from bough.grammar.grammar import ANY_OBJECT, embedded_schema
 from bough.protocol.generation import Function
 from orchestrator.sessions.detokenizer import overlap
-from orchestrator.tools.call_syntax import CallReader, Write
+from orchestrator.tools.call_parser import CallReader, Write
 from orchestrator.tools.named_call import NamedCall, NamedSyntax
 
 Schema = dict[str, Any]

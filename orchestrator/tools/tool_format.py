@@ -12,8 +12,7 @@ from bough.errors import InvalidRequest
 from bough.grammar.grammar import either, grammar_of
 from bough.protocol.generation import Constraint, Function, Tools
 from bough.tokenization.tokenizer import AddedTokens
-from orchestrator.tools.call_parser import CallParser, CallSpelling
-from orchestrator.tools.call_syntax import CallSyntax, Write, written
+from orchestrator.tools.call_parser import CallParser, CallSpelling, CallSyntax, Write, written
 
 
 @dataclass(frozen=True, slots=True)

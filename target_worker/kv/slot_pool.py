@@ -13,8 +13,8 @@ from typing import NamedTuple
 from bough.errors import Exhausted, NotFound, Preempted
 from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
+from bough.protocol.messages import tenant_of
 from bough.protocol.prefix_hash import BLOCK_TOKENS, common_length, whole_blocks
-from bough.protocol.tenant_names import tenant_of
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text
 from target_worker.kv.slot_index import SlotIndex
 

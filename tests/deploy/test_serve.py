@@ -18,7 +18,7 @@ pytest.importorskip("ray")
 from bough.client import Client
 from bough.config.addresses import free_port
 from bough.registry.registry import Registry
-from bough.security.api_keys import hash_of, new_key
+from bough.security.keys import hash_of, new_key
 from bough.security.private_files import write_private
 from deploy.local import HAPROXY_PORTS
 from tests.fakes.certificates import Authority

@@ -28,7 +28,7 @@ from bough.protocol.generation import Finished, GenerateOptions, Resume, Started
 from bough.rpc.server import is_serving, open_channel
 from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
-from bough.security.api_keys import hash_of
+from bough.security.keys import hash_of
 from loadtest.locust.plan import Question
 from orchestrator.assembly import Orchestrator, assembled
 from orchestrator.http_api.body import LARGE_BYTES

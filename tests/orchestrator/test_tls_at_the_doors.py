@@ -172,7 +172,7 @@ async def test_handshakes_are_bounded_in_number_and_in_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "most_connections", lambda: 2)
-    monkeypatch.setattr("bough.security.handshakes.HANDSHAKE_SECONDS", 2.0)
+    monkeypatch.setattr("bough.security.tls.HANDSHAKE_SECONDS", 2.0)
     async with door_with(tmp_path) as door, door.http(context_of(AUTHORITY)) as http:
         port = httpx.URL(door.orchestrator.requests.http_url).port
         assert port is not None

@@ -15,7 +15,7 @@ from bough.client import Client
 from bough.errors import InvalidRequest
 from bough.processes.launch import Cluster
 from bough.protocol.generation import ChatPrompt, Function, Message, ToolChoice, Tools
-from orchestrator.tools.call_syntax import ArgumentsText
+from orchestrator.tools.call_parser import ArgumentsText
 from orchestrator.tools.formats import QWEN3_CODER
 
 Json = dict[str, Any]

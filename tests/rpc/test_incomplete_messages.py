@@ -26,8 +26,8 @@ from bough.rpc.arrivals import CALLER, WINDOW_BYTES, Arrivals, network
 from bough.rpc.server import MAX_HEALTH_BYTES, is_serving, open_channel, serving
 from bough.rpc.services import GENERATION, ServicerContext, add_service
 from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
-from bough.security.api_keys import credentials, key_in, refusal
 from bough.security.auth_interceptor import AuthInterceptor
+from bough.security.keys import credentials, key_in, refusal
 from tests.fakes.heap import MIB, rss_bytes
 from tests.fakes.http2 import (
     ACK,

@@ -11,7 +11,7 @@ import pytest
 
 from bough.cli.main import main
 from bough.errors import ConfigError, Unauthenticated
-from bough.security.api_keys import MAX_KEY_LENGTH, Keyring, hash_of, read_keys, require_key
+from bough.security.keys import MAX_KEY_LENGTH, Keyring, hash_of, read_keys, require_key
 
 KEY = "sk-bough-one"
 LINE = {"name": "alice", "sha256": hash_of(KEY)}

@@ -22,7 +22,7 @@ from bough.protocol.generation import Finished, GenerateOptions, TextPrompt, Wor
 from bough.rpc.server import is_serving, open_channel
 from bough.rpc.services import TARGET, stub_of
 from bough.security.access import Access
-from bough.security.worker_key import WorkerKey
+from bough.security.keys import WorkerKey
 from orchestrator.assembly import assembled
 from orchestrator.cluster.worker_clients import TargetClient
 from tests.fakes.simulated import write_profile

@@ -34,7 +34,7 @@ from bough.registry.connection import without_passwords
 from bough.runtime.log_lines import say, tell
 from bough.runtime.machine import free_memory, may_be_gpu
 from bough.security.access import Access
-from bough.security.api_keys import read_keys
+from bough.security.keys import read_keys
 from bough.security.private_files import read_file
 from bough.simulation.profile import load_profile, shipped_profiles
 from bough.sizing.placement import gigabytes

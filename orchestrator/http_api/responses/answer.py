@@ -11,12 +11,10 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from bough.protocol.generation import Event, Finished, Function, Started, Tokens, Tools
-from orchestrator.http_api.answers.answer import Answer, Head, Spell, chat_logprobs
-from orchestrator.http_api.answers.content import AnswerContent, Formats, ThoughtText
+from orchestrator.http_api.answers import Answer, AnswerContent, Formats, Head, Spell, ThoughtText, chat_logprobs
 from orchestrator.http_api.fields.errors import CONTEXT_EXCEEDED, ApiError, Json
 from orchestrator.http_api.responses.fields import ResponseFields, TextFormatFields
-from orchestrator.tools.call_parser import ContentText
-from orchestrator.tools.call_syntax import ArgumentsText, CallBegun
+from orchestrator.tools.call_parser import ArgumentsText, CallBegun, ContentText
 
 STATUSES = {None: "in_progress", "stop": "completed", "length": "incomplete", "abort": "cancelled"}
 _LAST_EVENTS = {"cancelled": "failed"}  # by status, where it has another name: OpenAI has no event of a cancelled one

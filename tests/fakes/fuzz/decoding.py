@@ -17,7 +17,7 @@ from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord, WorkerRecord
 from bough.rpc.server import decoded
-from bough.security.api_keys import key_in, read_line
+from bough.security.keys import key_in, read_line
 from bough.simulation.tokenizer import simulated_tokenizer
 from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.admission.size_limits import require_size, require_sizes, require_texts

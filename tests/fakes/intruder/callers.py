@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from grpc_reflection.v1alpha import reflection_pb2
 
 from bough.pb import common_pb2, draft_pb2, generation_pb2, target_pb2
-from bough.security.api_keys import HEADER
+from bough.security.keys import HEADER
 from tests.fakes.fuzz import ordinary
 
 SECONDS = 30.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bough.rpc.server import open_channel
-from bough.security.api_keys import hash_of, new_key
+from bough.security.keys import hash_of, new_key
 from bough.security.private_files import write_private
 from loadtest.served.stack import Stack, stack, write_profile
 from tests.fakes.intruder.callers import SERVICES, bearer, grpc_outcome

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import httpx
 
 from bough.rpc.server import open_channel
-from bough.security.api_keys import HEADER, hash_of, new_key
+from bough.security.keys import HEADER, hash_of, new_key
 from tests.fakes.intruder.callers import PATHS, SERVICES, Headers, bearer, grpc_outcome, http_outcome
 from tests.fakes.intruder.tally import Tally
 

@@ -11,7 +11,7 @@ import pytest
 from bough.errors import Exhausted
 from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import PromptLogprobs, Started, Tokens
-from bough.security.api_keys import ApiKey
+from bough.security.keys import ApiKey
 from orchestrator.serving.tenants import Tenant, TenantUsage
 
 ALICE = ApiKey("alice", "0" * 64)

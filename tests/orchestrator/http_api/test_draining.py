@@ -14,8 +14,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from bough.client import Client
-from bough.security import handshakes
-from bough.security.handshakes import _Handshake
+from bough.security import tls
+from bough.security.tls import _Handshake
 from orchestrator.assembly import Orchestrator, assembled
 from orchestrator.http_api import server
 from tests.fakes.certificates import Authority
@@ -152,7 +152,7 @@ async def test_a_handshake_in_progress_ends_no_server(
         begun.append(self)
 
     monkeypatch.setattr(_Handshake, "connection_made", noted)
-    monkeypatch.setattr(handshakes, "HANDSHAKE_SECONDS", 600.0)
+    monkeypatch.setattr(tls, "HANDSHAKE_SECONDS", 600.0)
     authority, stop = Authority(), asyncio.Event()
     certificate, key = authority.pair("door").write(tmp_path, "door")
     context = ssl.create_default_context(cadata=authority.certificate.decode())

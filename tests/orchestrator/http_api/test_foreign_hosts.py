@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from bough.config.processes import OrchestratorConfig, parse
-from bough.security.api_keys import hash_of
+from bough.security.keys import hash_of
 from orchestrator.assembly import assembled
 from tests.fakes.http_stack import error_of
 

@@ -11,7 +11,7 @@ import pytest
 
 from bough.protocol.generation import Finished, GenerateOptions, TokenPrompt
 from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes
-from bough.security.api_keys import Keyring, hash_of
+from bough.security.keys import Keyring, hash_of
 from orchestrator.serving.tenants import Callers
 from tests.fakes.simulated import pair_of
 from tests.fakes.stack import Stack, simulated_stack

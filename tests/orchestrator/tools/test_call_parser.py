@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from bough.protocol.generation import Function, Tools
 from orchestrator.tools.call_object import ObjectSyntax
-from orchestrator.tools.call_parser import ContentText
-from orchestrator.tools.call_syntax import ArgumentsText, CallBegun
+from orchestrator.tools.call_parser import ArgumentsText, CallBegun, ContentText
 from orchestrator.tools.formats import FORMATS, MISTRAL_NAMED
 from orchestrator.tools.tagged_call import TaggedSyntax
 

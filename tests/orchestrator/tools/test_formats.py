@@ -22,8 +22,7 @@ from bough.tokenization.chat_template import ChatTemplate
 from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.opening.prompt import whole_prompt
 from orchestrator.sessions.detokenizer import TextStream
-from orchestrator.tools.call_parser import ContentText
-from orchestrator.tools.call_syntax import ArgumentsText, CallBegun
+from orchestrator.tools.call_parser import ArgumentsText, CallBegun, ContentText
 from orchestrator.tools.formats import FORMATS, MISTRAL_NAMED, format_of
 from orchestrator.tools.harmony import HARMONY
 from tests.fakes.tool_models import QUESTION, model_of, tokenizer_with

@@ -10,7 +10,7 @@ import pytest
 
 from bough.errors import InvalidRequest
 from bough.protocol.generation import Function, ToolChoice, Tools
-from orchestrator.tools.call_syntax import ArgumentsText
+from orchestrator.tools.call_parser import ArgumentsText
 from orchestrator.tools.formats import FORMATS
 from orchestrator.tools.tagged_call import argument_types
 from tests.fakes.tool_models import model_of

@@ -1,7 +1,7 @@
-"""Keys of applications: making them, the file of tenants' keys, and keys in calls: `authorization: Bearer KEY`.
+"""Keys of applications and workers: making them, their files, and keys in calls: `authorization: Bearer KEY`.
 
-Each line of the file is a JSON object: a tenant's name, the SHA-256 of a key, and limits. Several lines may have the
-same name, so that a tenant can replace a key without a gap.
+Each line of the file of tenants' keys is a JSON object: a tenant's name, the SHA-256 of a key, and limits. Several
+lines may have the same name, so that a tenant can replace a key without a gap.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 HEADER = "authorization"
 MAX_KEY_LENGTH = 512
 _SCHEME = "bearer"
+WORKER_SETTING = "--worker-key-file"
+LEAST_LENGTH = 32  # characters; 128 bits in hexadecimal digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +189,39 @@ def refusal() -> Unauthenticated:
     return Unauthenticated(
         "authorization: must be Bearer and a key that is valid here; bough's own client and commands take BOUGH_API_KEY"
     )
+
+
+class WorkerKey:
+    """Keys in a file, one per line: the first is shown, all are accepted, so that each can be replaced."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError for an unusable file."""
+        self.file: WatchedFile[tuple[str, ...]] = WatchedFile(WORKER_SETTING, path, read_secrets)
+
+    @property
+    def credentials(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of a call."""
+        return credentials(self.file.value[0])
+
+    def require(self, authorization: Iterable[str | bytes]) -> None:
+        """Raise Unauthenticated unless a call shows a key, from all values of its header."""
+        if not self.is_shown(authorization):
+            raise refusal()
+
+    def is_shown(self, authorization: Iterable[str | bytes]) -> bool:
+        """Whether a call shows one of the keys; in constant time."""
+        shown, is_known = hash_of(key_in(authorization)), False
+        for secret in self.file.value:
+            is_known |= hmac.compare_digest(hash_of(secret), shown)
+        return is_known
+
+
+def read_secrets(where: str, text: str) -> tuple[str, ...]:
+    """Parse the keys of a file. Raises ConfigError, without them."""
+    secrets = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not secrets or min(map(len, secrets)) < LEAST_LENGTH:
+        raise ConfigError(
+            f"{where}: must have a key a line, each of {LEAST_LENGTH} to {MAX_KEY_LENGTH} characters, such as "
+            "`openssl rand -hex 32` makes"
+        )
+    return tuple(require_key(where, secret) for secret in secrets)

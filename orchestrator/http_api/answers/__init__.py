@@ -1,1 +1,0 @@
-"""From events to JSON: what answers of all paths have in common."""
