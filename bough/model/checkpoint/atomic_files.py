@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -68,12 +67,6 @@ def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None
         if not isinstance(exc, OSError | SafetensorError):
             raise
         what = f"{file}: {content}" if content else f"{file}:"
-        raise ConfigError(f"{what} cannot be written: {exc}; {REMEDIES.get(_code(exc), OTHERWISE)}") from exc
-
-
-def _code(error: OSError | SafetensorError) -> int:
-    """The errno of an error, which safetensors has only in its message; 0 if unknown."""
-    if isinstance(error, OSError):
-        return error.errno or 0
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else 0
+        known = (code for code in REMEDIES if getattr(exc, "errno", None) == code or f"(os error {code})" in str(exc))
+        remedy = REMEDIES.get(next(known, 0), OTHERWISE)  # an error of safetensors has its number in the message alone
+        raise ConfigError(f"{what} cannot be written: {exc}; {remedy}") from exc
