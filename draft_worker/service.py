@@ -21,9 +21,10 @@ from bough.protocol import codec
 from bough.protocol.generation import WorkerInfo
 from bough.protocol.messages import GrowCall, GrowResult
 from bough.registry.records import WorkerLoad
-from bough.telemetry.call_context import NOTED_SPANS, serving_call
+from bough.telemetry.call_context import serving_call
 from bough.telemetry.logs import log_session
 from bough.telemetry.metrics import MetricsServer
+from bough.telemetry.spans import NOTED_SPANS
 from draft_worker.engine.engine import DraftEngine, PendingGrow
 from draft_worker.metrics import DraftCollector
 

@@ -1,61 +1,26 @@
-"""Metadata of gRPC calls, by which a request is one trace and has the same ids in all logs.
-
-Threads record periods of their work for a traced request, from which the code that waits creates spans.
-"""
+"""Metadata of gRPC calls, by which a request is one trace and has the same ids in all logs."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import grpc
 
 from bough.telemetry.logs import LOG_CONTEXT, LogContext
+from bough.telemetry.spans import NOTED_SPANS, TRACEPARENT, FinishedSpan, Metadata
 
 if TYPE_CHECKING:
     from bough.telemetry.tracing import Span, Tracer  # which clients need not import
 
-Value = str | bool | int | float | Sequence[str]
-Attributes = Mapping[str, Value]  # ids and numbers, never content: prompts, texts and keys stay out of traces
-Metadata = tuple[tuple[str, str], ...]  # of a gRPC call
-
-NO_ATTRIBUTES: Attributes = MappingProxyType({})
-TRACEPARENT = "traceparent"  # W3C Trace Context, in the metadata of a call
 REQUEST_ID = "x-request-id"
 MAX_NAME_LENGTH = 2048  # limit of a percent-encoded name
 
 # The trace context of the call or HTTP request that the running task answers; empty if the caller sent none.
 CALLER_TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
-
-
-class FinishedSpan(NamedTuple):
-    """Work of a thread for a call, recorded when it is over."""
-
-    name: str
-    began_ns: int  # from time.perf_counter_ns
-    ended_ns: int
-    attributes: Attributes = NO_ATTRIBUTES
-
-
-def note_span(
-    spans: list[FinishedSpan] | None,
-    name: str,
-    began_ns: int,
-    ended_ns: int | None = None,
-    attributes: Attributes = NO_ATTRIBUTES,
-) -> None:
-    """Record a span that ends at `ended_ns`, by default now; does nothing if `spans` is None."""
-    if spans is not None:
-        spans.append(FinishedSpan(name, began_ns, time.perf_counter_ns() if ended_ns is None else ended_ns, attributes))
-
-
-# The list in which threads record work for the call that the running task answers; None if it is not traced.
-NOTED_SPANS: ContextVar[list[FinishedSpan] | None] = ContextVar("spans", default=None)
 
 
 def set_caller_traceparent(values: list[str]) -> None:

@@ -24,7 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from bough import __version__
 from bough.config.processes import ServiceConfig
 from bough.errors import ConfigError
-from bough.telemetry.call_context import NO_ATTRIBUTES, TRACEPARENT, Attributes, FinishedSpan, Metadata
+from bough.telemetry.spans import NO_ATTRIBUTES, TRACEPARENT, Attributes, FinishedSpan, Metadata
 
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_PROTOCOL"
 EXPORT_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # failed calls to the collector

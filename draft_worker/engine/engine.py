@@ -18,7 +18,7 @@ from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import GrowCall, GrowResult, Timings
 from bough.sizing.sweep_times import SweepTimes
-from bough.telemetry.call_context import FinishedSpan, note_span
+from bough.telemetry.spans import FinishedSpan, note_span
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
 from draft_worker.candidates.candidates import StepAnswer

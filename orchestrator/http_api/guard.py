@@ -16,8 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bough.errors import Unauthenticated
 from bough.security.keys import HEADER
-from bough.telemetry.call_context import TRACEPARENT, set_caller_traceparent
+from bough.telemetry.call_context import set_caller_traceparent
 from bough.telemetry.logs import LOG_CONTEXT, LogContext
+from bough.telemetry.spans import TRACEPARENT
 from orchestrator.http_api.fields.errors import ApiError, api_error, shortened
 from orchestrator.serving.tenants import Callers, Tenant
 

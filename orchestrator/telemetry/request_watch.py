@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bough.protocol.generation import Event, Finished, GenerateOptions, Started, Tokens
-from bough.telemetry.call_context import CALLER_TRACEPARENT, Attributes
+from bough.telemetry.call_context import CALLER_TRACEPARENT
 from bough.telemetry.logs import LOG_CONTEXT
+from bough.telemetry.spans import Attributes
 from bough.telemetry.tracing import CURRENT_SPAN, Span, Tracer
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.totals import Histogram

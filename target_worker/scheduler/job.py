@@ -19,7 +19,7 @@ from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepTimes
-from bough.telemetry.call_context import NOTED_SPANS, FinishedSpan, note_span
+from bough.telemetry.spans import NOTED_SPANS, FinishedSpan, note_span
 from bough.trees.tree import Tree
 from target_worker.kv.session_slot import SessionSlot, Text
 from target_worker.scheduler.batching import Part
