@@ -30,7 +30,7 @@ from bough.protocol.generation import Event, ModelInfo, Prompt, TextPrompt
 from bough.registry.records import WorkerRecord
 from orchestrator.admission.call_limiter import GENERATE, TOKENIZE
 from orchestrator.http_api import chat, completions
-from orchestrator.http_api.answers import Head, Spell, TokenBytes
+from orchestrator.http_api.answers.answer import Head, Spell, TokenBytes
 from orchestrator.http_api.body import BodyReader
 from orchestrator.http_api.exchange import Exchange, scored_first
 from orchestrator.http_api.fields.errors import ApiError, Json, api_error, invalid

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens, ToolCall, Tools
 from bough.protocol.sampling_params import MAX_UINT32, UNLIMITED
-from orchestrator.http_api.answers import (
+from orchestrator.http_api.answers.answer import (
     AnswerContent,
     Completion,
     Formats,

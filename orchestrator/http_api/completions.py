@@ -9,7 +9,7 @@ from http import HTTPStatus
 from bough.errors import InvalidRequest
 from bough.protocol.generation import Event, Finished, Prompt, PromptLogprobs, Started, TextPrompt, TokenPrompt, Tokens
 from bough.tokenization.tokenizer import Tokenizer
-from orchestrator.http_api.answers import (
+from orchestrator.http_api.answers.answer import (
     Completion,
     Head,
     Spell,

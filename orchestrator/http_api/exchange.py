@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from bough.concurrency.tasks import end
 from bough.protocol.generation import Event, Finished, PromptLogprobs, Started, Tokens
-from orchestrator.http_api.answers import Answer
+from orchestrator.http_api.answers.answer import Answer
 from orchestrator.http_api.fields.errors import Json, api_error
 from orchestrator.http_api.fields.options import RequestedOutput
 from orchestrator.serving.tenants import Tenant

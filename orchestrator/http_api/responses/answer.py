@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from bough.protocol.generation import Event, Finished, Function, Started, Tokens, Tools
-from orchestrator.http_api.answers import Answer, AnswerContent, Formats, Head, Spell, ThoughtText, chat_logprobs
+from orchestrator.http_api.answers.answer import Answer, AnswerContent, Formats, Head, Spell, ThoughtText, chat_logprobs
 from orchestrator.http_api.fields.errors import CONTEXT_EXCEEDED, ApiError, Json
 from orchestrator.http_api.responses.fields import ResponseFields, TextFormatFields
 from orchestrator.tools.call_parser import ArgumentsText, CallBegun, ContentText

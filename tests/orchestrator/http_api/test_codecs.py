@@ -26,7 +26,7 @@ from bough.protocol.generation import (
     Usage,
 )
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
-from orchestrator.http_api.answers import Head, chat_logprobs, completion_logprobs, speculative_decoding
+from orchestrator.http_api.answers.answer import Head, chat_logprobs, completion_logprobs, speculative_decoding
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import FIELD_NAMES, ChatAnswer, chat_limits, chat_prompt
 from orchestrator.http_api.completions import completion_limits, text_prompt

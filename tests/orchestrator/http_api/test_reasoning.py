@@ -22,7 +22,7 @@ from bough.protocol.generation import (
     Usage,
 )
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
-from orchestrator.http_api.answers import Head
+from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import ChatAnswer
 from orchestrator.http_api.fields.generation import ChatFields, StreamOptions

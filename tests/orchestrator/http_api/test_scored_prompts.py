@@ -26,7 +26,7 @@ from bough.protocol.generation import (
 )
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from orchestrator.http_api import exchange
-from orchestrator.http_api.answers import Answer, Head
+from orchestrator.http_api.answers.answer import Answer, Head
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import ChatAnswer
 from orchestrator.http_api.completions import MAX_ENTRIES, CompletionAnswer, completion_limits

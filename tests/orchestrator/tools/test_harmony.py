@@ -24,7 +24,7 @@ from bough.protocol.generation import (
 )
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from orchestrator.http_api.answers import Head
+from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
 from orchestrator.http_api.responses.fields import ResponseFields
 from orchestrator.opening.prompt import OutputForm, output_form, whole_prompt

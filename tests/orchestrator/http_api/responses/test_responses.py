@@ -27,7 +27,7 @@ from bough.protocol.generation import (
     Usage,
 )
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
-from orchestrator.http_api.answers import Head
+from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.fields.errors import ApiError, api_error
 from orchestrator.http_api.fields.tools import tools_of

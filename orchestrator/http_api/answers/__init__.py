@@ -1,0 +1,1 @@
+"""From events to JSON: what answers of all paths have in common."""
