@@ -21,7 +21,7 @@ from bough.model.running.device import choose_device
 from bough.model.sizes.memory_budget import free_device_bytes
 from bough.model.threads import compute_with, on_a_passing_thread
 from bough.processes.compile_once import compile_in_subprocess
-from bough.processes.startup import stage
+from bough.processes.process import stage
 from bough.protocol.generation import WorkerInfo
 from bough.runtime.host_memory import large_pages
 from bough.runtime.kv_budget import LEAST_CONTEXT, context_within, kv_budget, num_states

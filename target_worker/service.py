@@ -14,7 +14,7 @@ import grpc
 from bough.config.processes import TargetConfig
 from bough.errors import Unavailable
 from bough.pb import target_pb2
-from bough.processes.startup import stage
+from bough.processes.process import stage
 from bough.processes.worker_process import ServedWorker, WorkerService
 from bough.protocol import codec
 from bough.protocol.generation import WorkerInfo

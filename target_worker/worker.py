@@ -42,7 +42,7 @@ from bough.model.sizes.memory_budget import (
 from bough.model.sizes.target_limits import TargetLimits
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.processes.compile_once import compile_in_subprocess
-from bough.processes.startup import stage
+from bough.processes.process import stage
 from bough.protocol.generation import WorkerInfo
 from bough.sizing.other_devices import OtherDevice, place_with
 from bough.sizing.placement import Fixed, Placement, SeparateExperts, Tier, gigabytes

@@ -20,7 +20,6 @@ from pathlib import Path
 from bough.concurrency.tasks import came_true
 from bough.errors import ConfigError
 from bough.processes.exit_with_parent import start
-from bough.processes.startup import start_ticks
 from bough.registry.records import WorkerRecord
 
 logger = logging.getLogger(__name__)
@@ -46,6 +45,11 @@ def message_of(line: str) -> str:
     with suppress(ValueError, TypeError, KeyError):
         return str(json.loads(line)["message"])
     return LOG_PREFIX.sub("", line, count=1).strip()
+
+
+def start_ticks(process: int | str = "self") -> int:
+    """When a process was started, in clock ticks since boot: field 22 of proc(5). Raises OSError if it has ended."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def process_name(process_id: int) -> str:

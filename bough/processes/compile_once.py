@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bough.errors import ConfigError
 from bough.processes.exit_with_parent import python, run
-from bough.processes.startup import stage
+from bough.processes.process import stage
 
 logger = logging.getLogger(__name__)
 

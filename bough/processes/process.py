@@ -1,10 +1,12 @@
-"""The life of a process: signals, exit codes, its id and its addresses."""
+"""The life of a process: the stages of its start, signals, exit codes, its id and its addresses."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
@@ -14,7 +16,7 @@ from bough.concurrency.tasks import end
 from bough.config.addresses import advertised_host, joined
 from bough.config.processes import ServiceConfig
 from bough.errors import BoughError, Unavailable
-from bough.processes.child import process_name
+from bough.processes.child import process_name, start_ticks
 from bough.runtime.allocator import configure_allocator
 from bough.runtime.exit_status import EXIT_SIGNAL, status_of
 from bough.runtime.log_lines import say_error
@@ -23,7 +25,10 @@ from bough.security.access import guards_of
 Result = TypeVar("Result")
 Config = TypeVar("Config", bound=ServiceConfig)
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
+IMPORTS = "imports"  # the stage from the start of the process to the first named stage
 
 
 class StoppedAtStart(Unavailable):
@@ -99,3 +104,57 @@ def for_metrics(config: Config) -> Config:
 async def with_advertised_host(config: Config) -> Config:
     """Settings with the advertised host resolved, off the event loop. Raises ConfigError."""
     return replace(config, advertise=await asyncio.to_thread(advertised_host, config))
+
+
+class Stages:
+    """The consecutive stages of one start."""
+
+    def __init__(self, age_seconds: float) -> None:
+        """`age_seconds` is the time since the process was started."""
+        self._seconds: dict[str, float] = {}
+        self._began = time.monotonic() - age_seconds
+        self._name, self._since = IMPORTS, self._began
+
+    def enter(self, name: str) -> None:
+        """Begin the next stage, named by a participle such as "reading weights"."""
+        self._end()
+        self._name = name
+        logger.info("%s", name)
+
+    def finish(self) -> None:
+        """End the last stage and log the seconds of each."""
+        self._end()
+        total = self._since - self._began
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._seconds.items())
+        logger.info("ready after %.2f s: %s", total, parts)
+
+    def _end(self) -> None:
+        now = time.monotonic()
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now - self._since
+        self._since = now
+
+
+def process_age_seconds() -> float:
+    """Seconds since this process was started; 0 if unknown."""
+    try:
+        began = start_ticks() / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+
+
+_stages: Stages | None = None
+
+
+def stage(name: str) -> None:
+    """Begin the next stage of this process's start."""
+    global _stages
+    if _stages is None:
+        _stages = Stages(process_age_seconds())
+    _stages.enter(name)
+
+
+def ready() -> None:
+    """End this process's start."""
+    if _stages is not None:
+        _stages.finish()

@@ -29,10 +29,11 @@ from bough.processes.process import (
     for_metrics,
     metrics_at,
     new_worker_id,
+    ready,
+    stage,
     stop_event,
     with_advertised_host,
 )
-from bough.processes.startup import ready, stage
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
 from bough.protocol.generation import WorkerInfo

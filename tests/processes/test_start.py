@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.processes.startup import Stages, process_age_seconds
+from bough.processes.process import Stages, process_age_seconds
 
 
 def test_stages_are_logged_and_add_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -29,7 +29,7 @@ def test_stages_are_logged_and_add_up(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_process_knows_its_age() -> None:
-    code = "import time; time.sleep(0.3); from bough.processes.startup import process_age_seconds as age; print(age())"
+    code = "import time; time.sleep(0.3); from bough.processes.process import process_age_seconds as age; print(age())"
     assert float(subprocess.check_output([sys.executable, "-c", code])) >= 0.3
     assert process_age_seconds() > 0
 
