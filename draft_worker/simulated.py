@@ -22,7 +22,6 @@ from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of, mixed
 from bough.simulation.law import Law
 from bough.simulation.pair import SimulatedPair
-from bough.simulation.profile import jittered
 from bough.simulation.true_text import TrueText, text_seed
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.candidates import Guessing
@@ -74,9 +73,8 @@ class SimulatedDraft:
         segments = [segment for part in parts for segment in part.segments()]
         num_rows = sum(len(segment) for segment in segments if segment.wants_logits)
         num_context = sum(len(segment) for segment in segments if not segment.wants_logits)
-        seconds = draft.step_seconds(num_rows, factors) + draft.prefill_seconds(num_context, factors)
         answers = [self._answer(part) for part in parts]
-        self._clock.sleep_until(began + jittered(seconds, draft.jitter, self._random))
+        self._clock.sleep_until(began + draft.step(num_rows, num_context, factors, self._random))
         return answers
 
     def _answer(self, part: Stepping) -> Stated:

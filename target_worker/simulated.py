@@ -23,11 +23,11 @@ from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of
 from bough.simulation.law import Law
 from bough.simulation.pair import SimulatedPair
-from bough.simulation.profile import TargetProfile, jittered
+from bough.simulation.profile import ROW_BYTES
 from bough.simulation.reading import refusal
 from bough.simulation.true_text import TrueText, text_seed
 from bough.sizing.row_counts import RowCounts
-from bough.sizing.sweep_times import LEAST_SECONDS, SweepTimes, expert_volume
+from bough.sizing.sweep_times import LEAST_SECONDS, SweepTimes
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.engine import SweepEngine
@@ -35,10 +35,7 @@ from target_worker.scheduler.job import Swept, VerifyJob
 from target_worker.service import ServedTarget
 from target_worker.verification.verify import walk
 
-ROW_BYTES = 320 * 1024  # KV bytes of a token, as of a 70B model; reported, but never allocated
-LINK_BYTES = 1000**3  # bytes that the link is reported to carry in a second
 PRIOR_ROWS = (1, 8, 64, 256, 1024)  # row counts of the cost curve that is reported before the first sweep
-CHUNK_ROWS = 64  # rows computed together, rounded up to the profile's row step
 
 
 class SimulatedSweeper:
@@ -47,26 +44,23 @@ class SimulatedSweeper:
     def __init__(self, pair: SimulatedPair, clock: SimulatedClock, grammars: Grammars) -> None:
         self._pair, self._clock, self._grammars = pair, clock, grammars
         self._random = Random(key_of(f"target {pair.name}"))
-        step = pair.profile.target.row_step
-        self.rows = RowCounts(most=-(-CHUNK_ROWS // step) * step, step=step)
+        self.rows = RowCounts(most=pair.profile.target.chunk_rows, step=pair.profile.target.row_step)
 
     def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
         """Return after the time that a sweep of these rows takes."""
         began = self._clock.now()
         profile, num_rows = self._pair.profile, sum(part.num_tokens for part in parts)
         target, factors = profile.target, profile.factors_at(began)
-        luck = jittered(1.0, target.jitter, self._random)
-        self._clock.sleep_until(began + luck * target.sweep_seconds(num_rows, factors))
-        link = luck * factors.link * target.link_seconds_of(num_rows)
-        compute = luck * factors.compute * target.compute_seconds(num_rows)
+        seconds = target.sweep(num_rows, factors, self._random)
+        self._clock.sleep_until(began + seconds.total)
         total_ns = self._clock.real_ns(self._clock.now() - began)
-        wait_ns = self._clock.real_ns(max(0.0, link - compute))
+        wait_ns = self._clock.real_ns(seconds.waited)
         timings = Timings(
             total_ns,
             wait_ns=wait_ns,
             compute_ns=total_ns - wait_ns,
-            link_ns=self._clock.real_ns(link),
-            link_bytes=link_bytes(target, num_rows),
+            link_ns=self._clock.real_ns(seconds.link),
+            link_bytes=target.link_bytes(num_rows),
             num_passes=1,
             link_ideal_ns=self._clock.real_ns(target.link_seconds_of(num_rows)),
         )
@@ -85,21 +79,7 @@ class SimulatedSweeper:
         seconds = (self._clock.real_seconds(target.compute_seconds(size) + target.overhead_seconds) for size in rows)
         curve = CostCurve(rows, tuple(max(LEAST_SECONDS, each) for each in seconds), self.rows.step)
         link = self._clock.real_seconds(target.link_seconds_of(1))
-        return SweepTimes(self.rows.step, most_rows, curve, link_bytes(target, 1), link, volume_of(target))
-
-
-def volume_of(target: TargetProfile) -> CostCurve | None:
-    """Bytes by number of rows if rows choose experts; None otherwise."""
-    experts = target.experts
-    if experts is None:
-        return None
-    fixed, chosen = (round(LINK_BYTES * seconds) for seconds in (target.link_seconds, experts.miss_seconds))
-    return expert_volume(fixed, chosen, experts.experts_per_token / experts.num_experts, target.max_sweep_rows)
-
-
-def link_bytes(target: TargetProfile, num_rows: int) -> int:
-    """Bytes that a sweep of `num_rows` rows is reported to bring across the link."""
-    return round(LINK_BYTES * target.link_seconds_of(num_rows))
+        return SweepTimes(self.rows.step, most_rows, curve, target.link_bytes(1), link, target.volume())
 
 
 def verdict_by(law: Law, job: VerifyJob, allowed: AllowedTokens | None = None) -> Verdict:
@@ -175,7 +155,7 @@ class SimulatedTarget(ServedTarget):
             max_context=self._limits.max_context,
             context_limit=self._context_limit(profile.max_context),
             max_sessions=profile.kv_tokens // self._limits.slot_rows,
-            link_bytes_per_pass=link_bytes(profile, 1),
+            link_bytes_per_pass=profile.link_bytes(1),
             notes=(*self._pair.notes(), kv, *self._metrics_note),
             arithmetic="simulated: text by seed and position",
             weights_hash=self._pair.fingerprint,  # there are no other bytes of it

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-FOLDERS = ("bough", "orchestrator", "draft_worker", "target_worker", "deploy", "loadtest", "tests")
+FOLDERS = ("bough", "orchestrator", "draft_worker", "target_worker", "simulator", "deploy", "loadtest", "tests")
 MODULES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 DECISIONS = ROOT / "docs" / "decisions"
 OF_A_COMMIT = re.compile(r"[Cc]ommit\s+[0-9a-f]{7}")  # a decision that says so tells of scripts of that time

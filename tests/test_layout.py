@@ -73,6 +73,16 @@ def test_services_import_bough_and_never_one_another() -> None:
         assert not tops(path) & SERVICES, path
 
 
+def test_the_simulator_may_import_every_service_and_only_its_command_imports_it() -> None:
+    """It runs their parts on a simulated clock; what it imports needs neither torch nor a network."""
+    command = ROOT / "bough" / "cli" / "planning" / "simulate.py"
+    for path in python_files("bough", *SERVICES, "deploy"):
+        assert "simulator" not in tops(path) or path == command, path
+    for path in python_files("simulator"):
+        assert not tops(path) & (TORCH | {"redis", "grpc", "ray"}), path
+    assert not loaded_by("simulator.capacity") & (TORCH | {"redis", "grpc"})
+
+
 def test_rooms_of_plain_values_import_nothing_heavier_than_each_other() -> None:
     """They may be used anywhere: by clients without extras, in simulated time, by tests without processes."""
     rooms = {folder.replace("/", ".") for folder in PURE} | {"bough.errors", "bough.runtime", "bough.pb"}
@@ -85,7 +95,7 @@ def test_rooms_of_plain_values_import_nothing_heavier_than_each_other() -> None:
 def test_no_room_imports_one_that_imports_it() -> None:
     """Rooms are the folders of code; what is imported for types alone counts too."""
     needs: dict[str, set[str]] = {}
-    for path in python_files("bough", *SERVICES):
+    for path in python_files("bough", "simulator", *SERVICES):
         if path.name == "__init__.py" or path.parent.name == "pb":
             continue
         room = str(path.parent.relative_to(ROOT)).replace("/", ".")
@@ -179,7 +189,7 @@ def test_the_orchestrator_has_no_torch() -> None:
 
 def test_functions_stay_short() -> None:
     """A function past 60 lines does two things."""
-    for path in python_files("bough", *SERVICES, "deploy", "loadtest"):
+    for path in python_files("bough", "simulator", *SERVICES, "deploy", "loadtest"):
         if path.parent.name == "pb":
             continue
         for node in ast.walk(parsed(path)):
@@ -200,7 +210,7 @@ def test_simulated_workers_need_neither_torch_nor_grpc() -> None:
     """What workers without weights do is numbers: any process may import it, and it starts at once."""
     for path in python_files("bough/simulation"):
         assert not tops(path) & (TORCH | {"redis", "grpc"}), path
-        assert "simpy" not in tops(path) or path.name.startswith("capacity"), path
+        assert "simpy" not in tops(path), path
     modules = (f"bough.simulation.{name}" for name in ("law", "profile", "tokenizer"))
     assert not loaded_by(*modules) & (TORCH | {"redis", "grpc"})
 

@@ -27,7 +27,7 @@ from bough.runtime.log_lines import say_error, tell
 
 EXIT_PIPE = EXIT_SIGNAL + signal.SIGPIPE  # the shell's status for SIGPIPE, which Python ignores
 
-OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # not installable modules
+OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "simulator", "target_worker"})  # not installable modules
 COMPUTING = frozenset({"plan", "shape", "simulate"})  # commands that do not await
 LEAST_SECONDS = 0.01  # between two looks of `top`, each of which asks all workers
 MODULES = {  # each has a function of the command's name

@@ -102,8 +102,7 @@ class Law:
         """
         shape = path_is_true.shape
         salt = np.where(path_is_true, np.uint64(_ON_PATH), np.asarray(salts).astype(np.uint64))
-        levels, rows = mixed(_LEVEL, seed, positions, salt), np.broadcast_to(depths, shape)
-        probs = self._probs(self._vectors, levels, positions, rows)
+        probs, stated = self.chances(mixed(_LEVEL, seed, positions, salt), positions, np.broadcast_to(depths, shape))
         truth = mixed(_TRUTH, seed, positions) % np.uint64(self.num_words)
         tokens = self._wrong_words(truth, mixed(_OTHERS, seed, positions, salt))
         true_ranks = (probs.cumsum(axis=1) <= uniforms(mixed(_RANK, seed, positions))[:, None]).sum(axis=1)
@@ -113,7 +112,17 @@ class Law:
         else:  # those that would be wrong without a grammar
             tokens = np.where(tokens == true_tokens[:, None], self._word(truth)[:, None], tokens)
         tokens[right, true_ranks[right]] = true_tokens[right]
-        return StatedCandidates(tokens, self._stated(self._probs(self._stated_vectors, levels, positions, rows)))
+        return StatedCandidates(tokens, stated)
+
+    def chances(
+        self, keys: Keys, positions: NDArray[np.integer], depths: NDArray[np.integer]
+    ) -> tuple[FloatArray, NDArray[np.float32]]:
+        """(n, num_ranks) each: true probabilities by rank of the children of n nodes, and log-probabilities as stated.
+
+        `keys` (n,) choose how certain each position is; `positions` are the children's, `depths` the nodes' own.
+        """
+        stated = self._stated(self._probs(self._stated_vectors, keys, positions, depths))
+        return self._probs(self._vectors, keys, positions, depths), stated
 
     def _probs(
         self,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.resources
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -20,6 +19,7 @@ from bough.errors import ConfigError
 from bough.protocol.cost_curve import CostCurve
 from bough.simulation.acceptance_law import AcceptanceLaw, read_acceptance_law
 from bough.simulation.reading import Count, Curve, Number, Positive, as_written, read_text, refusal
+from bough.sizing.sweep_times import expert_volume
 
 Jitter = Annotated[float, Field(ge=0, le=2)]  # relative standard deviation, lognormal with mean 1
 Factor = Annotated[float, Field(ge=0, le=1000)]
@@ -35,6 +35,17 @@ class Factors(NamedTuple):
 
 
 UNCHANGED = Factors()
+CHUNK_ROWS = 64  # rows of a target that are computed together, rounded up to the row step
+ROW_BYTES = 320 * 1024  # KV bytes of a token, as of a 70B model; reported, but never allocated
+LINK_BYTES = 1000**3  # bytes that the link is reported to carry in a second
+
+
+class SweepSeconds(NamedTuple):
+    """Where the time of one sweep goes."""
+
+    total: float
+    waited: float  # of those, for the link
+    link: float  # the link was busy
 
 
 @as_written
@@ -90,13 +101,29 @@ class TargetProfile:
         link, compute = self.link_seconds_of(num_rows) * factors.link, self.compute_seconds(num_rows) * factors.compute
         return max(link, compute) + self.overhead_seconds
 
-    def knee(self) -> int:
-        """The most rows within `max_sweep_rows` whose compute time is within the link time, or that of one row."""
+    def sweep(self, num_rows: int, factors: Factors, random: Random) -> SweepSeconds:
+        """Seconds of one sweep, with jitter."""
+        luck = jittered(1.0, self.jitter, random)
+        link, compute = self.link_seconds_of(num_rows) * factors.link, self.compute_seconds(num_rows) * factors.compute
+        total = luck * self.sweep_seconds(num_rows, factors)
+        return SweepSeconds(total, luck * max(0.0, link - compute), luck * link)
 
-        def is_beyond(rows: int) -> bool:
-            return self.compute_seconds(rows) > max(self.link_seconds_of(rows), self.compute_seconds(1))
+    @property
+    def chunk_rows(self) -> int:
+        """Rows that are computed together."""
+        return self.padded(CHUNK_ROWS)
 
-        return 1 + bisect_left(range(2, self.max_sweep_rows + 1), True, key=is_beyond)
+    def link_bytes(self, num_rows: int) -> int:
+        """Bytes that a sweep of `num_rows` rows is reported to bring across the link."""
+        return round(LINK_BYTES * self.link_seconds_of(num_rows))
+
+    def volume(self) -> CostCurve | None:
+        """Bytes by number of rows if rows choose experts; None otherwise."""
+        experts = self.experts
+        if experts is None:
+            return None
+        fixed, chosen = (round(LINK_BYTES * seconds) for seconds in (self.link_seconds, experts.miss_seconds))
+        return expert_volume(fixed, chosen, experts.experts_per_token / experts.num_experts, self.max_sweep_rows)
 
 
 @as_written
@@ -116,6 +143,11 @@ class DraftProfile:
     def prefill_seconds(self, num_tokens: int, factors: Factors = UNCHANGED) -> float:
         """Seconds to compute `num_tokens` context tokens."""
         return self.prefill_token_seconds * num_tokens * factors.draft
+
+    def step(self, num_rows: int, num_context: int, factors: Factors, random: Random) -> float:
+        """Seconds of one step that also computes `num_context` context tokens, with jitter."""
+        seconds = self.step_seconds(num_rows, factors) + self.prefill_seconds(num_context, factors)
+        return jittered(seconds, self.jitter, random)
 
 
 @as_written

@@ -65,7 +65,7 @@ def _sessions(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "by_number": found,
         "fitted": {
-            "size": list(fitted.size),
+            "size": [fitted.size.budget, fitted.size.depth],
             "target": asdict(profile.target),
             "draft": asdict(profile.draft),
             "network": asdict(profile.network),

@@ -8,14 +8,16 @@ SpecExec, which publishes none, grows its trees anew each time.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 from bough.simulation.acceptance_law import LLAMA_3_CNN, AcceptanceLaw
-from bough.simulation.capacity import simulate
-from bough.simulation.capacity_choice import Size
 from bough.simulation.profile import Profile, load_profile
-from bough.simulation.round_yield import MOST_DEPTH, RoundYield
-from bough.simulation.scenario import RequestKind, Scenario
+from bough.trees.acceptance import smoothed
+from bough.trees.optimal_tree import best_shape, expected_tokens
+from bough.trees.tree_plan import BestFirst
+from simulator.capacity import simulate
+from simulator.scenario import RequestKind, Scenario, of_size
 
 VECTOR = AcceptanceLaw("by_rank", (LLAMA_3_CNN,))  # the same at all positions, for static trees
 REQUEST = RequestKind(128, 512)
@@ -49,27 +51,29 @@ ROWS = (
 )
 
 
+@cache
 def depth_of(nodes: int) -> int:
-    """Levels below the root of the best tree of `nodes` nodes, down to where it has half a node on average."""
-    tokens = RoundYield(VECTOR)
-    whole = tokens.expected_tokens(nodes, MOST_DEPTH)
-    for depth in range(1, MOST_DEPTH):
-        if whole - tokens.expected_tokens(nodes, depth) < 1e-3:
-            return depth
-    return MOST_DEPTH
+    """Levels below the root of the best tree of `nodes` nodes."""
+    return best_shape(smoothed(VECTOR.acceptance()), nodes, nodes).depth
 
 
-def round_seconds(profile: Profile, size: Size) -> float:
+def tokens_of(law: AcceptanceLaw, nodes: int, depth: int) -> float:
+    """Expected tokens of a round by the best tree of this size where all positions are alike."""
+    acceptance = smoothed(law.acceptance())
+    return expected_tokens(best_shape(acceptance, nodes, depth + 1), acceptance)
+
+
+def round_seconds(profile: Profile, size: BestFirst) -> float:
     """Predicted seconds of one user's rounds: drafting, calls, and the sweep."""
-    steps = size.depth * profile.draft.step_seconds(size.frontier)
-    return steps + profile.target.sweep_seconds(size.nodes) + 2 * profile.network.call_seconds()
+    steps = size.depth * profile.draft.step_seconds(size.width)
+    return steps + profile.target.sweep_seconds(size.budget) + 2 * profile.network.call_seconds()
 
 
 def line(row: Row) -> dict[str, Any]:
     """Predictions and measurements of a row; errors are relative to the measurement."""
     profile = load_profile(row.profile)
-    size = Size(row.nodes, row.depth or depth_of(row.nodes))
-    seconds, tokens = round_seconds(profile, size), RoundYield(VECTOR).expected_tokens(*size)
+    size = of_size(row.nodes, row.depth or depth_of(row.nodes))
+    seconds, tokens = round_seconds(profile, size), tokens_of(VECTOR, size.budget, size.depth)
     measured_round = row.tokens * row.seconds_per_token
     return {
         "paper": row.paper,
@@ -91,7 +95,7 @@ def line(row: Row) -> dict[str, Any]:
 
 def simulated_seconds_per_token(row: Row, seed: int = 1) -> float:
     """The simulator's seconds per token of one user with acceptance by the published vector."""
-    size = Size(row.nodes, row.depth or depth_of(row.nodes))
+    size = of_size(row.nodes, row.depth or depth_of(row.nodes))
     kind = REQUEST._replace(acceptance=VECTOR)
     profile = load_profile(row.profile)
     return simulate(Scenario(profile, kinds=(kind,), fixed=size, seed=seed)).tpot.p50

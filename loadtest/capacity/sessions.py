@@ -13,16 +13,19 @@ import numpy as np
 
 from bough.errors import ConfigError
 from bough.simulation.acceptance_law import AcceptanceLaw
-from bough.simulation.capacity import simulate
-from bough.simulation.capacity_choice import Size
+from bough.simulation.law import Law
 from bough.simulation.profile import DraftProfile, NetworkProfile, Profile, TargetProfile
-from bough.simulation.round_yield import RoundYield
-from bough.simulation.scenario import CapacityReport, RequestKind, Scenario
+from bough.simulation.tokenizer import FIRST_WORD, NUM_WORDS
+from bough.trees.tree_plan import BestFirst
 from loadtest.sessions.rounds_file import RoundRecord, RunRecord, StreamRecord
+from simulator.capacity import simulate
+from simulator.guesses import expected_tokens
+from simulator.scenario import CapacityReport, RequestKind, Scenario, of_size
 
 WAITED = 0.05  # least share of waiting in a sweep from which the link's speed is learnt
 SEEDS = (1, 2, 3, 4, 5)
 THROUGHPUT_WITHIN, P95_WITHIN = 0.10, 0.20
+BISECTIONS = 14
 CALLS = 4  # one-way messages in a round with a draft
 
 
@@ -32,7 +35,7 @@ class Fitted:
 
     profile: Profile
     kinds: dict[int, RequestKind]  # by prompt number, each with its own acceptance
-    size: Size  # the most frequent tree size
+    size: BestFirst  # the most frequent tree size
 
 
 def fit(runs: Sequence[RunRecord], prior: Profile) -> Fitted:
@@ -45,9 +48,8 @@ def fit(runs: Sequence[RunRecord], prior: Profile) -> Fitted:
     rounds = [each for stream in streams for each in stream.rounds[1:-1]]
     if not rounds:
         raise ConfigError("--sessions: must be a file with rounds of a session alone, got one without")
-    sizes = [Size(each.num_nodes, each.depth) for each in rounds]
-    nodes = statistics.mode(size.nodes for size in sizes)
-    size = Size(nodes, max((size.depth for size in sizes if size.nodes == nodes), default=1))
+    nodes = statistics.mode(each.num_nodes for each in rounds)
+    size = of_size(nodes, max(1, *(each.depth for each in rounds if each.num_nodes == nodes)))
     profile = replace(
         prior,
         source="Fitted to sessions that ran alone.",
@@ -118,7 +120,7 @@ def _draft(streams: Sequence[StreamRecord], rounds: Sequence[RoundRecord], prior
     if not drafted:
         return prior
     stretch = statistics.median(
-        each.draft / each.depth / prior.step_seconds(Size(each.num_nodes, each.depth).frontier) for each in drafted
+        each.draft / each.depth / prior.step_seconds(of_size(each.num_nodes, each.depth).width) for each in drafted
     )
     draft = replace(prior, base_seconds=prior.base_seconds * stretch, row_seconds=prior.row_seconds * stretch)
     typical = statistics.median(each.draft for each in drafted)
@@ -135,16 +137,16 @@ def _context(stream: StreamRecord) -> int:
     return max(1, stream.prompt_tokens - stream.cached_tokens)
 
 
-def _tokens_of_rounds(own: Sequence[StreamRecord], size: Size) -> float:
+def _tokens_of_rounds(own: Sequence[StreamRecord], size: BestFirst) -> float:
     """Tokens of a prompt's rounds with nearly whole trees, without the last round, which is truncated.
 
     They may be few, but with other sessions the text is the same, and so is its acceptance.
     """
-    whole = [each.num_tokens for one in own for each in one.rounds[:-1] if each.num_nodes >= size.nodes // 2]
+    whole = [each.num_tokens for one in own for each in one.rounds[:-1] if each.num_nodes >= size.budget // 2]
     return statistics.mean(whole) if whole else 1.0
 
 
-def law_with(prior: AcceptanceLaw, size: Size, tokens: float) -> AcceptanceLaw:
+def law_with(prior: AcceptanceLaw, size: BestFirst, tokens: float) -> AcceptanceLaw:
     """The prior with another first rank, so that rounds of this size yield the given tokens; found by bisection.
 
     Later ranks share the remaining probability as in the prior.
@@ -156,9 +158,10 @@ def law_with(prior: AcceptanceLaw, size: Size, tokens: float) -> AcceptanceLaw:
         return replace(prior, rows=((prob, *(min(prob, other * scale) for other in rest)),))
 
     low, high = 0.01, 0.99
-    for _ in range(30):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if RoundYield(law(middle)).expected_tokens(*size) < tokens else (low, middle)
+        guesses = Law(law(middle), FIRST_WORD, NUM_WORDS)
+        low, high = (middle, high) if expected_tokens(guesses, size) < tokens else (low, middle)
     return law((low + high) / 2)
 
 
@@ -223,5 +226,5 @@ def _figures(num_sessions: int, predicted: list[CapacityReport], rate: float, p9
         "p95_seconds": round(p95, 3),
         "predicted_p95_seconds": round(predicted_p95, 3),
         "p95_error": round(p95_error, 4),
-        "is_within": abs(rate_error) <= THROUGHPUT_WITHIN and abs(p95_error) <= P95_WITHIN,
+        "is_within": bool(abs(rate_error) <= THROUGHPUT_WITHIN and abs(p95_error) <= P95_WITHIN),
     }

@@ -1,7 +1,7 @@
 """Sweeps the trees that an orchestrator would send on this machine, for published acceptance; part of `loadtest.gpu`.
 
 The sizer is the orchestrator's own, with its defaults. It learns from the rounds of one long text in simulated time
-(`loadtest.regret.world`): a target answers with the seconds that sweeps took here, a draft with the seconds of a step
+(`simulator.world`): a target answers with the seconds that sweeps took here, a draft with the seconds of a step
 that was timed here, and guesses are accepted as those of Llama-3-70B-Instruct's 8B draft were (Sequoia, arXiv
 2402.12374, appendix E), at all positions alike. A tree of the size that the sizer comes to is then swept; seconds a
 token are reckoned from that sweep and from what the text's later rounds took and gave.
@@ -17,16 +17,14 @@ from bough.config.processes import OrchestratorConfig
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Speculation
 from bough.simulation.acceptance_law import PUBLISHED, AcceptanceLaw
-from bough.simulation.law import Law
 from bough.simulation.profile import DraftProfile, Profile, TargetProfile
 from bough.sizing.row_counts import RowCounts
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
-from loadtest.regret.calls import Sample
-from loadtest.regret.regimes import FIRST_WORD, NUM_WORDS
-from loadtest.regret.world import World
+from loadtest.regret.regimes import session_of
 from orchestrator.sizing.plans import Proposal, RoundOutcome
 from orchestrator.sizing.tree_sizer import TreeSizer
+from simulator.world import World
 
 ACCEPTANCE = "llama-3-70b-8b-cnn-dailymail"
 LAYERS_OF_70B = 80
@@ -121,8 +119,7 @@ def chosen(
 def _settled_rounds(profile: Profile, num_tokens: int) -> Sequence[_Round]:
     """The later half of a text's rounds, without the last, which may be cut off."""
     sizer = _WatchedSizer()
-    text = Sample("text", 0, Law(profile.acceptance, FIRST_WORD, NUM_WORDS), num_tokens)
-    World(profile, sizer, Speculation(), seed=0).run([text])
+    World(profile, sizer, Speculation(), seed=0).run([session_of("text", 0, profile.acceptance, num_tokens)])
     return sizer.rounds[len(sizer.rounds) // 2 : -1]
 
 

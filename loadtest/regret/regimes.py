@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.law import Law
 from bough.simulation.profile import Experts, Factors, NetworkProfile, Profile, TargetProfile, load_profile
-from loadtest.regret.calls import Sample
+from simulator.guesses import LawText
+from simulator.world import Session
 
 NUM_WORDS, FIRST_WORD = 400, 10
+PROMPT_TOKENS = 32
 UNCHANGED = Factors()
 GOOD = AcceptanceLaw("by_rank", (load_profile("l40-70b-16bit").acceptance.rows[0],), spread=0.5)
 MEDIUM = load_profile("two-cores").acceptance
@@ -19,6 +21,11 @@ WEAK = AcceptanceLaw("by_rank", ((0.35, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01
 HOSTILE = AcceptanceLaw("hostile", ((0.0,) * 8,))
 EASY = AcceptanceLaw("by_rank", ((0.92, 0.03, 0.01, 0.005),), spread=0.3)
 HARD = AcceptanceLaw("by_rank", ((0.3, 0.1, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01),), spread=0.3)
+
+
+def session_of(name: str, seed: int, law: AcceptanceLaw, num_tokens: int) -> Session:
+    """A session with a text of its own, the same whatever is guessed."""
+    return Session(name, LawText(Law(law, FIRST_WORD, NUM_WORDS), seed), PROMPT_TOKENS, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +42,10 @@ class Regime:
         """The largest size of the grid: with many sessions, larger trees would overfill a shared sweep."""
         return 1 << 30 if len(self.laws) == 1 else 64
 
-    def samples(self, seed: int, num_tokens: int) -> list[Sample]:
+    def samples(self, seed: int, num_tokens: int) -> list[Session]:
         """The sessions' texts of one repeat, from a seed."""
         return [
-            Sample(f"{seed}-{index}", seed * 1000 + index, Law(law, FIRST_WORD, NUM_WORDS), num_tokens)
-            for index, law in enumerate(self.laws)
+            session_of(f"{seed}-{index}", seed * 1000 + index, law, num_tokens) for index, law in enumerate(self.laws)
         ]
 
     def factors(self, num_tokens_at: Callable[[], int], num_tokens: int) -> Callable[[], Factors]:

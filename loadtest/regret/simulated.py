@@ -14,9 +14,9 @@ from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
 from loadtest.regret.regimes import Regime, regimes
 from loadtest.regret.scoring import Score, geomean, round_time_error, score, token_error
-from loadtest.regret.world import World
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer
 from orchestrator.sizing.tree_sizer import TreeSizer
+from simulator.world import World
 
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512)
 DEPTHS = (1, 2, 4, 6, 9, 14)

@@ -8,9 +8,11 @@ import re
 from dataclasses import replace
 
 from bough.errors import ConfigError
-from bough.simulation.capacity_choice import Size
 from bough.simulation.profile import Profile, load_profile, shipped_profiles
-from bough.simulation.scenario import CapacityReport, Purchase, RequestKind, Scenario, rounded
+from bough.trees.tree_plan import BestFirst
+from simulator.capacity import simulate as run
+from simulator.purchases import purchases
+from simulator.scenario import CapacityReport, Purchase, RequestKind, Scenario, of_size, rounded
 
 LIST = "list"
 _KIND = re.compile(r"([0-9]{1,7}):([0-9]{1,7})(?::([0-9]{1,6}(?:\.[0-9]{1,6})?))?")
@@ -90,7 +92,7 @@ def _profile(arguments: argparse.Namespace) -> Profile:
     return replace(profile, network=replace(profile.network, one_way_seconds=arguments.network))
 
 
-def _fixed(arguments: argparse.Namespace) -> Size | None:
+def _fixed(arguments: argparse.Namespace) -> BestFirst | None:
     nodes, depth = arguments.nodes, arguments.depth
     if (nodes is None) != (depth is None):
         raise ConfigError("--nodes: must be given together with --depth, got one of them")
@@ -98,13 +100,10 @@ def _fixed(arguments: argparse.Namespace) -> Size | None:
         return None
     if depth >= nodes:
         raise ConfigError(f"--depth: must be below --nodes, {nodes}, got {depth}")
-    return Size(nodes, depth)
+    return of_size(nodes, depth)
 
 
 def _run(scenario: Scenario, *, with_purchases: bool) -> tuple[CapacityReport, list[Purchase]]:
-    from bough.simulation.capacity import simulate as run  # needs simpy
-    from bough.simulation.purchases import purchases
-
     report = run(scenario)
     return report, purchases(scenario, report) if with_purchases else []
 

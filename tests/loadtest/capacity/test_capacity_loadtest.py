@@ -11,14 +11,16 @@ import pytest
 
 from bough.errors import ConfigError
 from bough.simulation.acceptance_law import AcceptanceLaw
-from bough.simulation.capacity_choice import Size
+from bough.simulation.law import Law
 from bough.simulation.profile import load_profile
-from bough.simulation.round_yield import RoundYield
+from bough.simulation.tokenizer import FIRST_WORD, NUM_WORDS
 from loadtest.capacity.papers import papers
 from loadtest.capacity.sessions import compare, fit, law_with
 from loadtest.sessions.rounds_file import RoundRecord, RunRecord, StreamRecord, read_runs
+from simulator.guesses import expected_tokens
+from simulator.scenario import of_size
 
-SIZE = Size(64, 7)
+SIZE = of_size(64, 7)
 LINK, STEP, CALL, TOKENS = 1.5, 0.02, 0.004, 4  # seconds of a sweep, a draft step, both calls; tokens of a round
 ROUND = LINK + SIZE.depth * STEP + CALL
 ANSWER = 48
@@ -26,12 +28,12 @@ ANSWER = 48
 
 def stream_of(prompt: int, num_sessions: int = 1, began: float = 0.0) -> StreamRecord:
     """Rounds that all take the same; of several sessions each has fewer nodes, and fewer tokens."""
-    size = SIZE if num_sessions == 1 else Size(SIZE.nodes // num_sessions, SIZE.depth)
+    size = SIZE if num_sessions == 1 else of_size(SIZE.budget // num_sessions, SIZE.depth)
     tokens = TOKENS if num_sessions == 1 else TOKENS - 1
     draft = size.depth * STEP
     num = ANSWER // tokens
     rounds = tuple(
-        RoundRecord(ROUND * (i + 1), tokens, size.nodes, size.depth, ROUND, draft, CALL, LINK, 0.0, 0.9 * LINK)
+        RoundRecord(ROUND * (i + 1), tokens, size.budget, size.depth, ROUND, draft, CALL, LINK, 0.0, 0.9 * LINK)
         for i in range(num)
     )
     return StreamRecord(prompt, began, ROUND, ROUND * num, 30, 0, rounds)
@@ -56,11 +58,11 @@ def test_a_fit_gives_back_what_sessions_were_made_of() -> None:
     assert fitted.profile.target.link_seconds == pytest.approx(LINK)
     assert fitted.profile.target.compute_seconds(64) == pytest.approx(0.1 * LINK, rel=0.01)
     assert fitted.profile.target.jitter == 0.0
-    assert fitted.profile.draft.step_seconds(SIZE.frontier) == pytest.approx(STEP)
+    assert fitted.profile.draft.step_seconds(SIZE.width) == pytest.approx(STEP)
     assert fitted.profile.network.call_seconds() * 2 == pytest.approx(CALL)
     for kind in fitted.kinds.values():
         assert kind.acceptance is not None
-        assert RoundYield(kind.acceptance).expected_tokens(*SIZE) == pytest.approx(TOKENS, rel=1e-3)
+        assert expected_tokens(Law(kind.acceptance, FIRST_WORD, NUM_WORDS), SIZE) == pytest.approx(TOKENS, rel=1e-3)
         assert (kind.prompt_tokens, kind.output_tokens) == (30, ANSWER)
 
 
@@ -76,7 +78,7 @@ def test_a_law_is_found_that_brings_so_many_tokens() -> None:
     prior = AcceptanceLaw("by_rank", ((0.7, 0.1, 0.05),), spread=0.5)
     for tokens in (1.2, 3.0, 6.0):
         law = law_with(prior, SIZE, tokens)
-        assert RoundYield(law).expected_tokens(*SIZE) == pytest.approx(tokens, rel=1e-3)
+        assert expected_tokens(Law(law, FIRST_WORD, NUM_WORDS), SIZE) == pytest.approx(tokens, rel=1e-3)
         assert sum(law.rows[0]) <= 1
         assert law.rows[0][0] >= law.rows[0][1]
 

@@ -29,8 +29,8 @@ from loadtest.regret.simulated import (
     seconds_of,
     summary,
 )
-from loadtest.regret.world import World
 from orchestrator.sizing.tree_sizer import TreeSizer
+from simulator.world import World
 
 SHORT = Scale(repeats=2, num_tokens=64, sizes=(2, 4, 16, 64), depths=(1, 4, 9))
 # Over the best of 13 sizes, on texts of 64 tokens of which the sizer has seen none before. In the full form ratios are

@@ -8,12 +8,18 @@ from typing import Any, NamedTuple
 
 from bough.errors import ConfigError
 from bough.simulation.acceptance_law import AcceptanceLaw
-from bough.simulation.capacity_choice import Size
 from bough.simulation.profile import Profile
+from bough.trees.tree_plan import BestFirst
 
+LEAST_WIDTH, MOST_WIDTH = 4, 64  # nodes that a draft step expands
 MOST_EXACT = 64  # targets of a share up to which one that is divided more exactly is preferred to a smaller one
 ROUNDING = 0.02  # share of a number by which rounding may change it; differences below 3 % are chance
 LESS_ROUNDING = (0.0, ROUNDING / 8, ROUNDING / 4, ROUNDING / 2)  # tried first, with shares of up to MOST_EXACT targets
+
+
+def of_size(nodes: int, depth: int) -> BestFirst:
+    """Growth of a tree of this size: each level's step expands as many nodes as fill it in `depth` steps."""
+    return BestFirst(nodes, min(MOST_WIDTH, max(LEAST_WIDTH, -(-nodes // depth))), depth)
 
 
 class RequestKind(NamedTuple):
@@ -41,17 +47,17 @@ class Scenario:
     kinds: tuple[RequestKind, ...] = (RequestKind(200, 200),)
     think_seconds: float = 0.0  # mean of an exponential distribution
     gather: float = 1.0  # longest batch delay in sweeps, as the target's --gather
-    fixed: Size | None = None  # a fixed size, instead of choosing sizes
+    fixed: BestFirst | None = None  # a fixed size, divided among sessions, instead of choosing sizes
     requests_each: int = 0  # of each user: all start at once, all are measured; 0 is random and without end
     seed: int = 1
-    max_rounds: int = 1_000_000  # rounds after which it stops, even with too few measured requests
+    max_rounds: int = 100_000  # rounds after which it stops, even with too few measured requests
 
     def check(self) -> None:
         """Raises ConfigError if a kind of request, or the fixed size, does not fit a target."""
         target = self.profile.target
-        if self.fixed and self.fixed.nodes > target.max_nodes:
+        if self.fixed and self.fixed.budget > target.max_nodes:
             raise ConfigError(
-                f"--nodes: must be at most {target.max_nodes}, the most that the target takes, got {self.fixed.nodes}"
+                f"--nodes: must be at most {target.max_nodes}, the most that the target takes, got {self.fixed.budget}"
             )
         for kind in self.kinds:
             name = f"--mix: {kind.prompt_tokens}:{kind.output_tokens}"
@@ -71,12 +77,11 @@ class Scenario:
     def sliced(self) -> tuple[Scenario, int]:
         """One of several equal shares of users, targets and drafts, and the number of shares; 1 if not divisible.
 
-        Identical shares are independent; a share has at least four targets, so that routing still has an effect. Where
-        only large shares divide all three, smaller ones are rounded.
+        Identical shares are independent. Where only large shares divide all three, smaller ones are rounded.
         """
         whole = (self.num_users, self.num_targets, self.num_drafts)
         for slack, most_targets in (*((less, MOST_EXACT) for less in LESS_ROUNDING), (ROUNDING, self.num_targets)):
-            for shares in range(self.num_targets // 4, 1, -1):
+            for shares in range(self.num_targets, 1, -1):
                 users, targets, drafts = numbers = [round(number / shares) for number in whole]
                 near = (isclose(own * shares, all_, rel_tol=slack) for own, all_ in zip(numbers, whole, strict=True))
                 if targets <= most_targets and all(near):

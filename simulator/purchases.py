@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from bough.errors import ConfigError
-from bough.simulation.capacity import simulate
 from bough.simulation.profile import DraftProfile, NetworkProfile, Profile, TargetProfile
-from bough.simulation.scenario import CapacityReport, Purchase, Scenario
+from simulator.capacity import simulate
+from simulator.scenario import CapacityReport, Purchase, Scenario
 
 RESIDENT_SHARE = 0.25  # share of the streamed weights that added memory holds
 LINK_SPEED = 2.0  # speed-up of a link, as of the next generation of PCIe
@@ -54,7 +54,7 @@ def _changes(scenario: Scenario) -> list[tuple[str, Scenario]]:
 
     more = max(1, scenario.num_targets // 10)
     changes = [(f"{more} more target{'s' * (more > 1)}", replace(scenario, num_targets=scenario.num_targets + more))]
-    more = max(1, scenario.num_drafts // 10)
+    more = max(1, scenario.num_drafts // 10) if scenario.num_drafts else scenario.num_targets
     changes.append((f"{more} more draft{'s' * (more > 1)}", replace(scenario, num_drafts=scenario.num_drafts + more)))
     if target.link_seconds or target.experts:
         changes.append((f"a link {LINK_SPEED:g} times as fast", with_link(1 / LINK_SPEED)))
