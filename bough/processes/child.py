@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 TAIL_LINES = 12  # last lines of a log that errors quote
 TAIL_BYTES = 8192  # end of a log in which those lines are searched
-KINDS = {"target_worker": "target", "draft_worker": "draft", "orchestrator": "orchestrator"}  # name to index kind
 LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.telemetry.logs`
 LINE_LENGTH = 200  # characters of a log's last line that a report quotes
 DRAIN_SECONDS = 1.0  # between the first SIGTERM, which drains, and the second, which stops
@@ -107,7 +106,7 @@ class Child:
 
     def is_of(self, record: WorkerRecord) -> bool:
         """Whether a record in the index is of this very process."""
-        kind = KINDS.get(self.name)
+        kind = self.name.removesuffix("_worker")
         return record.kind == kind and record.worker_id.startswith(f"{kind}-{self.process_name}-")
 
     def _lines(self) -> list[str]:

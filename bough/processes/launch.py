@@ -21,7 +21,6 @@ from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.processes.child import (
     DRAIN_MARGIN_SECONDS,
-    KINDS,
     Child,
     RestartPolicy,
     Restarts,
@@ -86,7 +85,7 @@ class Cluster:
     def restart(self, name: str) -> Child:
         """Start an ended process again with the same command; the orchestrator keeps its port."""
         before, orchestrator = self.children[name], self.settings.orchestrator
-        if name == "orchestrator" and self.address and orchestrator.port == orchestrator.advertise_port == 0:
+        if name == ORCHESTRATOR and self.address and orchestrator.port == orchestrator.advertise_port == 0:
             port = int(self.address.rpartition(":")[2])
             self.settings = replace(self.settings, orchestrator=replace(orchestrator, port=port))
             return self._start_service(name, self.settings.orchestrator)
@@ -105,7 +104,7 @@ class Cluster:
             self._start_service(TARGET, self.settings.target)
         if self.settings.draft is not None:
             self._start_service(DRAFT, self.settings.draft)
-        self._start_service("orchestrator", self.settings.orchestrator)
+        self._start_service(ORCHESTRATOR, self.settings.orchestrator)
 
     def start_index(self) -> None:
         """Start a Valkey server and set `index_url`."""
@@ -176,15 +175,15 @@ class Cluster:
             records = await registry.workers()
         except Unavailable:
             return {INDEX: ""}
-        required = [TARGET, *([DRAFT] if self.settings.draft is not None else []), "orchestrator"]
+        required = [TARGET, *([DRAFT] if self.settings.draft is not None else []), ORCHESTRATOR]
         children = {name: self.children[name] for name in required if name in self.children}
         own = {name: record for name, child in children.items() for record in records if child.is_of(record)}
-        if "orchestrator" in own:
-            self.address = own["orchestrator"].address
+        if ORCHESTRATOR in own:
+            self.address = own[ORCHESTRATOR].address
         missing = {name: "" for name in required if name not in own}
         if draft_may_follow and missing.keys() == {DRAFT} and not (draft := self.children[DRAFT]).has_ended():
             missing = {} if draft.last_line() == COMPILING else missing
-        return missing or await self._unused({name: own[name].address for name in own if name != "orchestrator"})
+        return missing or await self._unused({name: own[name].address for name in own if name != ORCHESTRATOR})
 
     async def _unused(self, addresses: Mapping[str, str]) -> dict[str, str]:
         """Registered workers that the orchestrator does not use yet, and why."""
@@ -194,7 +193,7 @@ class Cluster:
             except Unauthenticated:  # it is ready, but requires an API key
                 return {}
             except BoughError:
-                return {"orchestrator": "it does not answer yet"}
+                return {ORCHESTRATOR: "it does not answer yet"}
         problems = {worker.address: worker.problem for worker in workers}
         reasons = {
             name: problems.get(address, "the orchestrator has not found it yet") for name, address in addresses.items()
@@ -203,7 +202,7 @@ class Cluster:
 
     def _described(self, name: str, reason: str) -> str:
         child = self.children.get(name)
-        state = reason or (child.last_line() if child is not None and name in KINDS else "")
+        state = reason or (child.last_line() if child is not None and name != INDEX else "")
         return f"{named(name)} ({state})" if state else named(name)
 
     def _start_service(self, name: str, config: ServiceConfig) -> Child:
