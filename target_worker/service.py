@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from bough.config.processes import TargetConfig
 from bough.errors import Unavailable
@@ -22,10 +25,106 @@ from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.registry.records import WorkerLoad
 from bough.telemetry.call_context import serving_call
 from bough.telemetry.logs import log_session
-from target_worker.metrics import Metrics, TargetLoad
+from bough.telemetry.metrics import MetricsServer, counter, gauge
+from target_worker.kv.slot_index import SlotState
+from target_worker.kv.slot_pool import PoolFigures
 from target_worker.scheduler.engine import SweepEngine
+from target_worker.scheduler.job import Swept
 
 logger = logging.getLogger(__name__)
+NANO = 1e-9
+ROWS = tuple(2**power for power in range(13))  # upper bounds of the buckets of `bough_sweep_rows`
+CALLS = tuple(2**power for power in range(9))  # of those of `bough_sweep_calls`
+
+
+class TargetLoad(NamedTuple):
+    """The load of a target at a moment."""
+
+    pool: PoolFigures
+    num_running: int  # calls in the current sweep
+    num_waiting: int  # other unanswered calls
+
+
+class LoadCollector(Collector):
+    """Gauges of slots and calls, under vLLM's names where it has one."""
+
+    def __init__(self, model_name: str, load: Callable[[], TargetLoad]) -> None:
+        self._model_name, self._load = model_name, load
+
+    def collect(self) -> Iterator[Metric]:
+        pool, num_running, num_waiting = self._load()
+        yield self._gauge("vllm:num_requests_running", "Calls in the sweep under way", num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Calls that wait for a sweep", num_waiting)
+        usage = pool.held_bytes / pool.num_bytes
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV memory that cannot be taken from a session", usage)
+        sent, hits = pool.num_sent, pool.num_sent - pool.num_computed
+        yield self._counter("vllm:prefix_cache_queries", "Tokens of contexts that were sent", sent)
+        yield self._counter("vllm:prefix_cache_hits", "Of these, tokens that were not computed", hits)
+        yield self._gauge("bough_kv_bytes", "Memory for keys and values", pool.num_bytes)
+        yield self._gauge("bough_kv_cached_tokens", "Tokens whose keys and values are kept", pool.num_tokens)
+        yield self._counter("bough_kv_evictions", "Idle slots that gave way to others", pool.num_evictions)
+        yield self._counter("vllm:num_preemptions", "Sessions whose KV gave way to older ones", pool.num_preemptions)
+        yield self._by_state("bough_kv_slots", "Slots by state", pool.num_held, pool.num_idle)
+        yield self._by_state("bough_kv_used_bytes", "Memory of slots by state", pool.held_bytes, pool.idle_bytes)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return gauge(name, text, {"model_name": self._model_name}, value)
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        return counter(name, text, {"model_name": self._model_name}, value)
+
+    def _by_state(self, name: str, text: str, held: int, idle: int) -> Metric:
+        metric = GaugeMetricFamily(name, text, labels=["model_name", "state"])
+        metric.add_metric([self._model_name, SlotState.HELD.value], held)
+        metric.add_metric([self._model_name, SlotState.IDLE.value], idle)
+        return metric
+
+
+class Metrics(MetricsServer):
+    """Counters of one target worker; its owner reports every sweep."""
+
+    def __init__(self, model_name: str) -> None:
+        super().__init__()
+        self._model_name = model_name
+        self._bytes = self._counter("bough_link_bytes", "Bytes of weights that crossed the link")
+        self._link = self._counter("bough_link_seconds", "Time during which the link carried weights")
+        self._ideal = self._counter("bough_link_ideal_seconds", "The same bytes at the best speed the link has shown")
+        self._wait = self._counter("bough_wait_seconds", "Time during which sweeps waited for weights")
+        self._compute = self._counter("bough_compute_seconds", "Time during which sweeps computed")
+        self._kv = self._counter("bough_kv_copied_bytes", "Bytes of keys and values copied from and to the host")
+        self._sweeps = self._counter("bough_sweeps", "Passes over the target's layers")
+        self._tokens = self._counter("bough_sweep_tokens", "Tokens of context and nodes of trees in these passes")
+        text = "Tokens of context and nodes of trees in one pass"
+        self._rows = Histogram("bough_sweep_rows", text, ["model_name"], buckets=ROWS, registry=self.registry)
+        text = "Calls whose tokens or trees one pass carried"
+        self._calls = Histogram("bough_sweep_calls", text, ["model_name"], buckets=CALLS, registry=self.registry)
+        efficiency = "Of the last sweep: the time its weights ideally take on the link, over the time it took"
+        self._efficiency = self._gauge("bough_link_efficiency", efficiency)
+
+    def watch(self, load: Callable[[], TargetLoad]) -> None:
+        """Export slots and calls too, which `load` returns at each scrape."""
+        self.registry.register(LoadCollector(self._model_name, load))
+
+    def observe(self, num_calls: int, num_tokens: int, swept: Swept) -> None:
+        """Count a sweep; any thread."""
+        timings = swept.timings
+        self._bytes.inc(timings.link_bytes)
+        self._link.inc(timings.link_ns * NANO)
+        self._ideal.inc(timings.link_ideal_ns * NANO)
+        self._wait.inc(timings.wait_ns * NANO)
+        self._compute.inc(timings.compute_ns * NANO)
+        self._kv.inc(swept.kv_bytes)
+        self._sweeps.inc()
+        self._tokens.inc(num_tokens)
+        self._rows.labels(self._model_name).observe(num_tokens)
+        self._calls.labels(self._model_name).observe(num_calls)
+        self._efficiency.set(min(1.0, timings.link_ideal_ns / timings.total_ns))
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, ["model_name"], registry=self.registry).labels(self._model_name)
 
 
 class ServedTarget(ServedWorker[TargetConfig]):

@@ -155,7 +155,7 @@ class Backend(ABC):
         raise NotImplementedError
 
     def layers(self, skeleton: Any) -> Any:
-        """A target's layers (`bough.model.llama.compiled_layers.CompiledLayers`); only for one that it `compiles`."""
+        """A target's layers (`bough.model.llama.decoder.CompiledLayers`); only for one that it `compiles`."""
         raise NotImplementedError
 
 

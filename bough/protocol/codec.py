@@ -13,8 +13,7 @@ from bough.pb import common_pb2, draft_pb2, target_pb2
 from bough.protocol import messages as m
 from bough.protocol.codec_fields import from_fields, read, to_fields
 from bough.tokenization.vocabulary import TokenizerFiles
-from bough.trees.draft_probs import DraftProbs
-from bough.trees.tree import Tree
+from bough.trees.tree import DraftProbs, Tree
 from bough.trees.tree_plan import Scheme, TreePlan, require_growth
 
 TOKENIZER_CHUNK_BYTES = 1024 * 1024

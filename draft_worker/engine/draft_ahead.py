@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.kv.segment import Segment
+from bough.model.kv.slot import Segment
 from bough.protocol.messages import GrowCall
 from bough.trees.tree import Tree
 from draft_worker.candidates.candidates import StepAnswer

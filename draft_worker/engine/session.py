@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from bough.errors import Unavailable
 from bough.grammar.allowed_tokens import AllowedTokens
-from bough.model.kv.segment import Segment
-from bough.model.kv.slot import Slot, require_prefix
+from bough.model.kv.slot import Segment, Slot, require_prefix
 from bough.model.sampling.sampler import TokenCounts
 from bough.protocol.messages import GrowCall
 from bough.trees.tree import Tree

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.kv.segment import Segment
-from bough.model.kv.slot import Slot
+from bough.model.kv.slot import Segment, Slot
 from draft_worker.candidates.temperature_scaling import scaled
 from draft_worker.growth.grower import NO_NODES, Candidates, Grower
 

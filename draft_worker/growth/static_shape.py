@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from bough.errors import InvalidRequest
 from bough.model.sampling.draft_sampler import generator, without_replacement
 from bough.protocol.messages import GrowCall
-from bough.trees.draft_probs import DraftProbs, normalised
-from bough.trees.tree import Tree
+from bough.trees.tree import DraftProbs, Tree, normalised
 from bough.trees.tree_plan import BestFirst, StaticShape
 from draft_worker.growth.grower import NO_NODES, BestFirstGrower, Candidates, Grower, GrowingTree
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bough.grammar.allowed_tokens import AllowedTokens, Grammars
 from bough.model.batch.batch import Batch
 from bough.model.faults import named_faults
-from bough.model.kv.segment import Segment
+from bough.model.kv.slot import Segment
 from bough.model.running.runner import ResidentModel
 from bough.model.sampling.sampler import TokenCounts, penalised, within_deviations
 from bough.protocol.sampling_params import SamplingParams

@@ -15,8 +15,7 @@ from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.protocol.messages import tenant_of
 from bough.protocol.prefix_hash import BLOCK_TOKENS, common_length, whole_blocks
-from target_worker.kv.session_slot import SessionSlot, SlotState, Text
-from target_worker.kv.slot_index import SlotIndex
+from target_worker.kv.slot_index import SessionSlot, SlotIndex, SlotState, Text
 
 MORE = ", or start with more --kv-memory"
 TURN_SECONDS = 5.0  # a session that has not called for so long is between two turns, not between two rounds

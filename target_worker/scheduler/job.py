@@ -13,15 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.concurrency.futures import settle
-from bough.model.kv.segment import Segment
-from bough.model.kv.slot import Slot
+from bough.model.kv.slot import Segment, Slot
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepTimes
 from bough.telemetry.spans import NOTED_SPANS, FinishedSpan, note_span
 from bough.trees.tree import Tree
-from target_worker.kv.session_slot import SessionSlot, Text
+from target_worker.kv.slot_index import SessionSlot, Text
 from target_worker.scheduler.batching import Part
 
 NANO = 1e-9

@@ -11,7 +11,7 @@ from bough.errors import InvalidRequest, Preempted, PrefixMissing, StaleEpoch, U
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import prefix_hash
-from target_worker.kv.session_slot import SessionSlot, Text
+from target_worker.kv.slot_index import SessionSlot, Text
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.job import VerifyJob
 

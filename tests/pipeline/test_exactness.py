@@ -20,8 +20,7 @@ from bough.model.sampling.draft_sampler import generator, without_replacement
 from bough.model.sampling.sampler import _noisiest, filtered, gumbel_noise, probabilities
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
-from bough.trees.draft_probs import DraftProbs, normalised
-from bough.trees.tree import Tree
+from bough.trees.tree import DraftProbs, Tree, normalised
 from bough.trees.tree_plan import Scheme
 from target_worker.verification.traversal import Rejected, Traversal
 from target_worker.verification.verdict import compute_verdict, distributions_after

@@ -25,8 +25,7 @@ from bough.pb import common_pb2
 from bough.protocol.codec import tree_from_wire, tree_to_wire
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
-from bough.trees.draft_probs import normalised
-from bough.trees.tree import Tree
+from bough.trees.tree import Tree, normalised
 from bough.trees.tree_plan import Scheme, StaticShape, TreePlan
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.growth.static_shape import weights_of

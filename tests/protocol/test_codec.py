@@ -26,9 +26,8 @@ from bough.protocol.decision import Decision, DraftCalibration, Mode, RoundSecon
 from bough.protocol.generation import WorkerInfo
 from bough.protocol.sampling_params import BANNED, PositionLogprobs, SamplingParams, TokenLogprob
 from bough.tokenization.vocabulary import TokenizerFiles
-from bough.trees.draft_probs import DraftProbs
 from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
-from bough.trees.tree import Tree
+from bough.trees.tree import DraftProbs, Tree
 from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from simulator.capacity import simulate
 from simulator.guesses import expected_tokens
 from simulator.purchases import purchases
 from simulator.scenario import RequestKind, Scenario, of_size
-from target_worker.kv.session_slot import SessionSlot
+from target_worker.kv.slot_index import SessionSlot
 from target_worker.kv.slot_pool import SlotPool
 
 

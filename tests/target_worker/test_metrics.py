@@ -14,8 +14,8 @@ import pytest
 from bough.errors import ConfigError
 from bough.protocol.messages import Timings, Verdict
 from target_worker.kv.slot_pool import PoolFigures
-from target_worker.metrics import Metrics, TargetLoad
 from target_worker.scheduler.job import Swept
+from target_worker.service import Metrics, TargetLoad
 from tests.fakes.waiting import block_until
 
 

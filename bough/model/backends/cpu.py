@@ -16,8 +16,7 @@ from bough.model.cpu.delta_rule import run_on_cpu
 from bough.model.cpu.gemm import GROUP, LINE_BYTES
 from bough.model.cpu.linear import can_multiply, fixed_product, is_left_to_us, multiply
 from bough.model.cpu.llvm_vectors import has_feature, multiplies_bytes, multiplies_pairs
-from bough.model.llama.compiled_layers import CompiledLayers
-from bough.model.llama.decoder import LlamaDecoder
+from bough.model.llama.decoder import CompiledLayers, LlamaDecoder
 from bough.model.llama.weights import supports_fused_int8, supports_fused_layers
 
 

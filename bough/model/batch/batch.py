@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from bough.model.batch.path_spans import IntArray, Paths, PathSpans
 from bough.model.batch.state_steps import StateSteps, chain_steps, tree_steps
-from bough.model.kv.segment import Segment
 from bough.model.kv.session_kv import KVSlot
+from bough.model.kv.slot import Segment
 from bough.sizing.row_counts import RowCounts
 
 __all__ = ["Batch", "BatchPart", "Chunk", "Segment"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bough.errors import InvalidRequest, Unavailable
 from bough.model.sampling.draft_sampler import generator, without_replacement
 from bough.protocol.sampling_params import SamplingParams
-from bough.trees.draft_probs import normalised
+from bough.trees.tree import normalised
 from draft_worker.candidates.candidates import Guessing
 from tests.fakes.draft_weights import draft_weights
 

@@ -16,8 +16,7 @@ from bough.protocol import codec
 from bough.protocol.generation import Speculation
 from bough.protocol.messages import GrowResult, Timings
 from bough.rpc.status_map import ERROR_KEY, HASH_KEY, LENGTH_KEY
-from bough.trees.draft_probs import MOST_ENTRIES, DraftProbs
-from bough.trees.tree import Tree
+from bough.trees.tree import MOST_ENTRIES, DraftProbs, Tree
 from bough.trees.tree_plan import Scheme, StaticShape
 from orchestrator.cluster.worker_clients import DraftClient
 from orchestrator.sessions.session import MAX_WARNING_LENGTH, MAX_WARNINGS

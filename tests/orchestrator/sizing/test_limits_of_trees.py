@@ -13,8 +13,7 @@ from bough.errors import InvalidRequest
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Mode
 from bough.protocol.generation import Speculation
-from bough.trees.draft_probs import DraftProbs
-from bough.trees.tree import Tree
+from bough.trees.tree import DraftProbs, Tree
 from bough.trees.tree_plan import (
     MAX_EXPANSIONS,
     NO_TREE,

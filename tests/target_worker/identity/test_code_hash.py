@@ -37,7 +37,7 @@ OTHERS = modules(
     ("bough.tokenization", "vocabulary"),
     ("bough.trees", "acceptance scheme_acceptance"),
     ("target_worker.experts", "expert_cache expert_loaders"),
-    ("target_worker.kv", "kv_offload session_slot"),
+    ("target_worker.kv", "kv_offload slot_index"),
     ("target_worker.link", "device_ring direct_io host_layers layer_extents link_stats streams"),
     ("target_worker.scheduler", "batching job"),
     ("target_worker.sweep", "tiers"),

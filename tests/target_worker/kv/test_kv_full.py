@@ -13,7 +13,7 @@ from bough.errors import Exhausted, InvalidRequest, Preempted, PrefixMissing, St
 from bough.model.kv.session_kv import KVArena
 from bough.protocol.messages import Context, VerifyCall, VerifyResult
 from bough.trees.tree import Tree
-from target_worker.kv.session_slot import SessionSlot, SlotState, Text
+from target_worker.kv.slot_index import SessionSlot, SlotState, Text
 from target_worker.kv.slot_pool import ASKING_SECONDS, SlotPool
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.request_queue import CallQueue

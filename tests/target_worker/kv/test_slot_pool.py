@@ -16,7 +16,7 @@ from bough.model.kv.arena import Arena
 from bough.model.kv.session_kv import KVArena, KVSlot
 from bough.protocol.prefix_hash import BLOCK_TOKENS
 from target_worker.kv import slot_index
-from target_worker.kv.session_slot import SessionSlot, SlotState, Text
+from target_worker.kv.slot_index import SessionSlot, SlotState, Text
 from target_worker.kv.slot_pool import SlotPool
 from tests.fakes.target import CPU, SHAPE, Clock, new_pool
 

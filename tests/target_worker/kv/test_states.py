@@ -18,7 +18,7 @@ from bough.model.kv.session_kv import KVArena
 from bough.model.kv.states import LayerState
 from bough.model.sizes.target_limits import TargetLimits
 from bough.trees.tree import Tree
-from target_worker.kv.session_slot import SessionSlot, Text
+from target_worker.kv.slot_index import SessionSlot, Text
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.conftest import save_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bough.errors import Exhausted
-from target_worker.kv.session_slot import SessionSlot, SlotState, Text
+from target_worker.kv.slot_index import SessionSlot, SlotState, Text
 from target_worker.kv.slot_pool import TURN_SECONDS, SlotPool
 from tests.fakes.target import Clock, new_pool
 

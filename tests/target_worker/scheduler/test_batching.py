@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.protocol.prefix_hash import common_length, whole_blocks
-from target_worker.kv.session_slot import Text
+from target_worker.kv.slot_index import Text
 from target_worker.scheduler.batching import Part, choose
 from target_worker.scheduler.prefix_sharing import choose_shared
 

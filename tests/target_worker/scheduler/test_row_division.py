@@ -19,8 +19,7 @@ from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Timings, VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
-from bough.trees.draft_probs import DraftProbs
-from bough.trees.tree import Tree
+from bough.trees.tree import DraftProbs, Tree
 from bough.trees.tree_plan import Scheme
 from loadtest.common.tiny_model import TINY, save_model
 from target_worker.kv.slot_pool import SlotPool

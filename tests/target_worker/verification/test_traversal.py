@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.trees.draft_probs import DraftProbs
-from bough.trees.tree import Tree
+from bough.trees.tree import DraftProbs, Tree
 from bough.trees.tree_plan import Scheme
 from orchestrator.sizing.plans import merged
 from target_worker.verification.verdict import distributions_after

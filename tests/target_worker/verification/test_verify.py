@@ -15,8 +15,7 @@ from bough.errors import InvalidTree, Unavailable
 from bough.model.sampling.sampler import TokenCounts, adjusted, probabilities
 from bough.protocol.messages import Context, Verdict, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
-from bough.trees.draft_probs import DraftProbs, normalised
-from bough.trees.tree import Tree
+from bough.trees.tree import DraftProbs, Tree, normalised
 from bough.trees.tree_plan import Scheme
 from target_worker.verification.verdict import compute_verdict, distributions_after
 
