@@ -8,7 +8,7 @@ from collections.abc import Set
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from bough.config.json_fields import must
 from orchestrator.http_api.fields.errors import shortened
@@ -78,7 +78,7 @@ class Fields(BaseModel):
 def _is_ignored(name: str, value: Any) -> bool:
     """Whether an unknown field is ignored. Raises ValidationError for others: the first is enough for an error."""
     if name not in HARMLESS and not any(value == empty and type(value) is type(empty) for empty in EMPTY):
-        raise ValidationError.from_exception_data(name, [{"type": "extra_forbidden", "loc": (name,), "input": value}])
+        raise field_error(name, value, "extra_forbidden")
     if (shown := shortened(name)) not in _NOTED and len(_NOTED) < MAX_NOTED:
         _NOTED.add(shown)
         logger.warning("requests have a field %s, which is not known; it is ignored, as it changes nothing", shown)
@@ -88,5 +88,9 @@ def _is_ignored(name: str, value: Any) -> bool:
 def _require_neutral(name: str, value: Any, neutral: tuple[object, ...]) -> None:
     if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
         alternative = f", or be {' or '.join(map(json.dumps, neutral))}" if neutral else ""
-        problem = must(f"be left out{alternative}: it is not supported")
-        raise ValidationError.from_exception_data(name, [{"type": problem, "loc": (name,), "input": value}])
+        raise field_error(name, value, must(f"be left out{alternative}: it is not supported"))
+
+
+def field_error(name: str, value: Any, problem: PydanticCustomError | str) -> ValidationError:
+    """The error for a field, to be raised where validators see the whole object."""
+    return ValidationError.from_exception_data(name, [{"type": problem, "loc": (name,), "input": value}])

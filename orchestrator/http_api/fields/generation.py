@@ -13,7 +13,6 @@ from pydantic import (
     GetJsonSchemaHandler,
     StrictBool,
     StrictInt,
-    ValidationError,
     WithJsonSchema,
     create_model,
     model_validator,
@@ -23,7 +22,7 @@ from pydantic_core import CoreSchema
 from bough.config.json_fields import must
 from bough.protocol.generation import GenerateOptions
 from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_GRAMMAR, MAX_STOP_TOKENS, MAX_STOPS, PARAMETERS
-from orchestrator.http_api.fields.base import Fields, Neutral
+from orchestrator.http_api.fields.base import Fields, Neutral, field_error
 from orchestrator.http_api.fields.tools import ANY, CallList, ToolChoiceField, ToolList
 
 MAX_EFFORT = 32  # characters of `reasoning_effort`, of which templates know different ones
@@ -104,6 +103,7 @@ def schema_text(value: Any) -> Any:
     return text
 
 
+Schema = Annotated[str, BeforeValidator(schema_text, json_schema_input_type=SchemaText)]
 Effort = Annotated[str, Field(min_length=1, max_length=MAX_EFFORT)]
 
 
@@ -130,9 +130,7 @@ class JsonSchemaFields(Fields):
     """A JSON Schema that the answer follows. It always does, whether `strict` or not."""
 
     ignored = frozenset({"name", "description", "strict"})
-    json_schema: Annotated[str, BeforeValidator(schema_text, json_schema_input_type=SchemaText)] = Field(
-        "{}", alias="schema"
-    )
+    json_schema: Schema = Field("{}", alias="schema")
 
 
 class ResponseFormatFields(Fields):
@@ -151,9 +149,7 @@ class ResponseFormatFields(Fields):
 class StructuredOutputsFields(Fields):
     """What the answer must be, as vLLM's clients say it: exactly one of these."""
 
-    json_schema: Annotated[str | None, BeforeValidator(schema_text, json_schema_input_type=SchemaText)] = Field(
-        None, alias="json"
-    )
+    json_schema: Schema | None = Field(None, alias="json")
     json_object: StrictBool | None = None
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
@@ -202,7 +198,7 @@ class RequestFields(SamplingFields):
     session_id: str = ""
     cache_salt: str = ""
     structured_outputs: StructuredOutputsFields | None = None
-    guided_json: Annotated[str | None, BeforeValidator(schema_text, json_schema_input_type=SchemaText)] = None
+    guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     guided_grammar: str | None = None
@@ -228,12 +224,7 @@ class RequestFields(SamplingFields):
     def _require_one_form(self) -> RequestFields:
         first, *more = [name for name in (*FORMS, "structured_outputs") if getattr(self, name) is not None] or [""]
         if more:
-            error: Any = {
-                "type": must(f"be left out beside {first}"),
-                "loc": (more[0],),
-                "input": getattr(self, more[0]),
-            }
-            raise ValidationError.from_exception_data(more[0], [error])
+            raise field_error(more[0], getattr(self, more[0]), must(f"be left out beside {first}"))
         return self
 
     @property
