@@ -24,8 +24,7 @@ from bough.simulation.law import Law
 from bough.simulation.pair import SimulatedPair
 from bough.simulation.true_text import TrueText, text_seed
 from bough.trees.tree_plan import MAX_EXPANSIONS
-from draft_worker.candidates.candidates import Guessing
-from draft_worker.candidates.temperature_scaling import TemperatureScalings
+from draft_worker.candidates.candidates import Guessing, TemperatureScalings
 from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps
 from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.job import Stepping

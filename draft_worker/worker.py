@@ -26,7 +26,7 @@ from bough.protocol.generation import WorkerInfo
 from bough.runtime.host_memory import large_pages
 from bough.runtime.kv_budget import LEAST_CONTEXT, context_within, kv_budget, num_states
 from bough.trees.tree_plan import MAX_EXPANSIONS
-from draft_worker.candidates.temperature_scaling import TemperatureScalings
+from draft_worker.candidates.candidates import TemperatureScalings
 from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps
 from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window

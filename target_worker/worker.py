@@ -44,8 +44,7 @@ from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_
 from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.process import stage
 from bough.protocol.generation import WorkerInfo
-from bough.sizing.other_devices import OtherDevice, place_with
-from bough.sizing.placement import Fixed, Placement, SeparateExperts, Tier, gigabytes
+from bough.sizing.placement import Fixed, OtherDevice, Placement, SeparateExperts, Tier, gigabytes, place_with
 from target_worker.identity.code_hash import code_hash
 from target_worker.identity.weights_hash import WeightsHash
 from target_worker.kv.kv_offload import KVHome, OffloadedKV, memory_on_host

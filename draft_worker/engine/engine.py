@@ -21,8 +21,7 @@ from bough.sizing.sweep_times import SweepTimes
 from bough.telemetry.spans import FinishedSpan, note_span
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
-from draft_worker.candidates.candidates import StepAnswer
-from draft_worker.candidates.temperature_scaling import TemperatureScalings
+from draft_worker.candidates.candidates import StepAnswer, TemperatureScalings
 from draft_worker.engine.draft_ahead import DraftAhead
 from draft_worker.engine.job import DraftBackend, GrowJob
 from draft_worker.engine.session_pool import SessionPool

@@ -12,8 +12,7 @@ from bough.model.kv.slot import Segment
 from bough.protocol.messages import GrowCall
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
-from draft_worker.candidates.candidates import Guessing, StepAnswer
-from draft_worker.candidates.temperature_scaling import TemperatureScalings
+from draft_worker.candidates.candidates import Guessing, StepAnswer, TemperatureScalings
 from draft_worker.engine.session import DraftSession
 from draft_worker.expansions.expansion_cache import CachedGrowth, PendingExpansions
 from draft_worker.growth.grower import Grower

@@ -14,8 +14,7 @@ from bough.model.sampling.sampler import TokenCounts
 from bough.protocol.messages import GrowCall
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import MAX_EXPANSIONS
-from draft_worker.candidates.candidates import Guessing, StepAnswer
-from draft_worker.candidates.temperature_scaling import TemperatureScaling
+from draft_worker.candidates.candidates import Guessing, StepAnswer, TemperatureScaling
 from draft_worker.expansions.expansion_cache import ExpansionCache, PendingExpansions
 from draft_worker.growth.grower import GrowingTree
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.model.kv.slot import Segment, Slot
-from draft_worker.candidates.temperature_scaling import scaled
+from draft_worker.candidates.candidates import scaled
 from draft_worker.growth.grower import NO_NODES, Candidates, Grower
 
 ROOM, LEVELS = 64, 8  # initial capacity, in expansions and levels
@@ -32,7 +32,7 @@ class ExpansionCache:
     def __init__(self, base: int) -> None:
         """`base` is the slot row of the root."""
         self.base = base
-        self.power = 1.0  # exponent of the draft's probabilities (`draft_worker.candidates.temperature_scaling`)
+        self.power = 1.0  # exponent of the draft's probabilities (`draft_worker.candidates.candidates`)
         self._num = 0  # used part of the arrays
         self._tokens, self._parents, self._depths = (np.zeros(ROOM, np.int32) for _ in range(3))
         self._index: dict[int, int] = {}  # expansions by `_key` of parent and token

@@ -16,7 +16,7 @@ from bough.protocol.messages import Context, GrowCall, GrowResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree_plan import BestFirst, TreePlan
-from draft_worker.candidates.temperature_scaling import TemperatureScalings
+from draft_worker.candidates.candidates import TemperatureScalings
 from draft_worker.engine.engine import DraftEngine, PendingGrow
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool

@@ -17,7 +17,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.pair import SimulatedPair
 from bough.trees.tree_plan import BestFirst, TreePlan
-from draft_worker.candidates.temperature_scaling import TemperatureScalings
+from draft_worker.candidates.candidates import TemperatureScalings
 from draft_worker.engine.engine import DraftEngine, PendingGrow
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool

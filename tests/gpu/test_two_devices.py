@@ -13,8 +13,17 @@ from bough.errors import ConfigError
 from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.model.kv.split_layers import split_memory
 from bough.model.sizes.memory_budget import other_devices
-from bough.sizing.other_devices import OtherDevice, place_with
-from bough.sizing.placement import Budgets, ExpertSizes, Fixed, Placement, SeparateExperts, Tier, place
+from bough.sizing.placement import (
+    Budgets,
+    ExpertSizes,
+    Fixed,
+    OtherDevice,
+    Placement,
+    SeparateExperts,
+    Tier,
+    place,
+    place_with,
+)
 from loadtest.common.packed_model import pack
 from target_worker.worker import choose_places
 from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three_sweeps

@@ -46,8 +46,7 @@ from bough.sizing.cost_model import (
     step_seconds,
     sweep_model,
 )
-from bough.sizing.other_devices import TIMES_AS_SLOW, place_with
-from bough.sizing.placement import Budgets, Placement, Tier
+from bough.sizing.placement import TIMES_AS_SLOW, Budgets, Placement, Tier, place_with
 
 TOKENS_PER_ROUND = (1.0, 3.0, 5.0, 8.0, 12.0)  # bonus token included, for which speeds are predicted
 MOST_GPUS = 64  # of a machine that is not here

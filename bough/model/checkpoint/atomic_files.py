@@ -40,11 +40,6 @@ def make_folder(flag: str, folder: Path) -> None:
         raise ConfigError(f"{flag}: {folder} cannot be made: {exc.strerror}; choose another folder") from exc
 
 
-def is_taken(folder: Path) -> bool:
-    """Whether a folder contains anything but partial files of a killed process."""
-    return folder.is_dir() and any(not file.name.endswith(PARTIAL) for file in folder.iterdir())
-
-
 def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None:
     """Write a file atomically; `content` describes it in error messages.
 

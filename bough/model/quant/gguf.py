@@ -16,7 +16,7 @@ from bough.errors import CheckpointError
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS, PLAIN
 from bough.model.checkpoint.gguf_model import METHOD, ROPE_FACTORS
-from bough.model.checkpoint.tensor_source import TensorSource, typed
+from bough.model.checkpoint.tensor_source import TensorSource, parts_of, typed
 from bough.model.quant.format import Dequantized, PackedTensors, WeightFormat
 from bough.model.quant.ggml_blocks import Blocks, sample
 
@@ -137,10 +137,7 @@ def _by_expert(name: str, source: TensorSource) -> Iterator[tuple[str, TensorSou
         yield name, source
         return
     (place,) = source.places
-    count, *shape = place.shape
-    size = place.num_bytes // count
-    for expert in range(count):
-        own = replace(place, offset=place.offset + expert * size, num_bytes=size, shape=tuple(shape))
+    for expert, own in enumerate(parts_of(place)):
         yield name.format(expert), replace(source, place=own)  # type: ignore[type-var]  # all of them are dataclasses
 
 

@@ -18,8 +18,7 @@ from bough.model.loading.loading import Skeleton
 from bough.model.sizes.target_limits import TargetLimits
 from bough.runtime.kv_budget import LEAST_CONTEXT, context_within, kv_budget
 from bough.runtime.machine import default_budget, free_memory
-from bough.sizing.other_devices import OtherDevice
-from bough.sizing.placement import MIN_SLABS, STAGED_LAYERS, Budgets, Fixed, Placement, Tier, gigabytes
+from bough.sizing.placement import MIN_SLABS, STAGED_LAYERS, Budgets, Fixed, OtherDevice, Placement, Tier, gigabytes
 from bough.sizing.row_counts import OWN_MOST
 
 Target = TypeVar("Target", bound=TargetConfig)

@@ -13,10 +13,10 @@ from bough.config.processes import DraftConfig, parse
 from bough.errors import ConfigError
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
-from draft_worker.candidates.candidates import Guessing
-from draft_worker.candidates.temperature_scaling import (
+from draft_worker.candidates.candidates import (
     LEAST_POWER,
     MOST_POWER,
+    Guessing,
     TemperatureScaling,
     TemperatureScalings,
     scaled,

@@ -29,7 +29,7 @@ from bough.protocol.messages import GrowResult
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, StaticShape, TreePlan
-from draft_worker.candidates.temperature_scaling import TemperatureScalings
+from draft_worker.candidates.candidates import TemperatureScalings
 from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool

@@ -19,8 +19,7 @@ from bough.model.running.host_embeddings import embeddings_for_host, host_bytes
 from bough.model.sizes import memory_budget
 from bough.model.sizes.memory_budget import budgets, device_budget, other_devices, with_kv_memory
 from bough.model.sizes.model_sizes import find_model, model_shapes
-from bough.sizing.other_devices import place_with
-from bough.sizing.placement import HOST_SLABS, Budgets, Fixed, Placement, Tier, place
+from bough.sizing.placement import HOST_SLABS, Budgets, Fixed, Placement, Tier, place, place_with
 from tests.conftest import TINY, save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device
 from tests.fakes.model.families import FAMILIES
