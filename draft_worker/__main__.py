@@ -34,8 +34,7 @@ def model_parts(config: DraftConfig, worker_id: str) -> Parts[ServedDraft]:
 
 def simulated_parts(config: DraftConfig, worker_id: str) -> Parts[ServedDraft]:
     """The parts of a simulated worker; imports no torch and no numba. Raises ConfigError for an invalid profile."""
-    from bough.simulation.clock import SimulatedClock
-    from bough.simulation.line import Line
+    from bough.simulation.clock import Line, SimulatedClock
     from bough.simulation.pair import simulated_pair
     from draft_worker.service import DraftService
     from draft_worker.simulated import SimulatedDraftWorker

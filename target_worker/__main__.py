@@ -34,8 +34,7 @@ def model_parts(config: TargetConfig, worker_id: str) -> Parts[ServedTarget]:
 
 def simulated_parts(config: TargetConfig, worker_id: str) -> Parts[ServedTarget]:
     """The parts of a simulated worker; imports no torch. Raises ConfigError for an invalid profile."""
-    from bough.simulation.clock import SimulatedClock
-    from bough.simulation.line import Line
+    from bough.simulation.clock import Line, SimulatedClock
     from bough.simulation.pair import simulated_pair
     from target_worker.service import TargetService
     from target_worker.simulated import SimulatedTarget

@@ -26,15 +26,14 @@ from bough.model.sizes.memory_budget import GPU_SHARE, free_device_bytes
 from bough.runtime.machine import default_budget, free_memory
 from loadtest.gpu import parts as gpu_parts
 from loadtest.gpu.experts import experts
+from loadtest.gpu.kernels import recurrence, unpacking
 from loadtest.gpu.layer_bits import layer_bits
 from loadtest.gpu.parts import contexts
 from loadtest.gpu.random_models import Machine
-from loadtest.gpu.recurrence import recurrence
 from loadtest.gpu.second_gpu import second_gpu
 from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
 from loadtest.gpu.supervised import READY, Keep, Part, say
 from loadtest.gpu.target_sweeps import big_model, new_streams, release, write_big
-from loadtest.gpu.unpacking import unpacking
 from target_worker.link.streams import DeviceStreams
 
 COPIES = 10

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.law import Law
-from bough.simulation.profile import Experts, Factors, NetworkProfile, Profile, TargetProfile, load_profile
+from bough.simulation.profile import UNCHANGED, Experts, Factors, NetworkProfile, Profile, TargetProfile, load_profile
 from simulator.guesses import LawText
 from simulator.world import Session
 
 NUM_WORDS, FIRST_WORD = 400, 10
 PROMPT_TOKENS = 32
-UNCHANGED = Factors()
 GOOD = AcceptanceLaw("by_rank", (load_profile("l40-70b-16bit").acceptance.rows[0],), spread=0.5)
 MEDIUM = load_profile("two-cores").acceptance
 # A draft that is right for a third of the tokens, and overconfident.

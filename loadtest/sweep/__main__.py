@@ -1,17 +1,15 @@
-"""Measures how close a sweep comes to the limits of link and processor, and compares it with accelerate.
+"""Measures how close a sweep comes to the limits of link and processor.
 
     python -m loadtest.sweep
 
-Writes the demonstration target, unless it is there. Each contestant is a process of its own;
-they take turns, so that whatever else the machine does falls on all alike; figures are medians over the turns. Sweeps
-have new processes in every turn. Ends with one JSON line:
+Writes the demonstration target, unless it is there. What streams and what is in memory are processes of their own,
+new ones in every turn; they alternate, so that whatever else the machine does falls on both alike; figures are medians
+over the turns. Ends with one JSON line:
 
 sweep_ratio      by number of tokens: sweep / max(raw read of the same bytes, sweep with all weights in memory) of the
                  same pair; sweep_ratio_slow_link is the same on a link slowed down to --slow-link
 work_ratio       the same, but reading costs processor time too: sweep / max(raw read, sweep with all weights in memory
                  + processor time of the raw read / cores), which on few cores is the least that is possible
-accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit,
-                 in which bough keeps as many layers as fit; from_disk has it against bough with every layer from disk
 """
 
 from __future__ import annotations
@@ -33,22 +31,21 @@ from bough.config.cache_paths import demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_bytes
 from bough.processes.demonstration import ensure_demonstration
-from loadtest.common.limits import can_limit, drop_cached, limited
+from loadtest.common.limits import can_limit, limited
 
 SIZES = (1, 64, 256)
 SLOW_TURNS = 2  # fewer turns, as a throttled link is steady
 INTERPRETER_BYTES = 600_000_000  # memory of Python, torch and transformers without a model
-ACCELERATE = "accelerate"
 SMALL = ["--kv-memory", "200MB", "--max-context", "512", "--max-nodes", "256", "--max-sweep-tokens", "256"]  # targets
 
 
 class Contestant:
-    """An engine of `loadtest.sweep.engines` in its own process."""
+    """`loadtest.sweep.engine` in its own process."""
 
     def __init__(self, *words: str, prefix: list[str]) -> None:
-        command = [*prefix, sys.executable, "-m", "loadtest.sweep.engines", *words]
+        command = [*prefix, sys.executable, "-m", "loadtest.sweep.engine", *words]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.first_token_seconds = float(self._answer())  # since opening the model
+        self._answer()  # once the first token is there
 
     def __enter__(self) -> Contestant:
         return self
@@ -106,7 +103,7 @@ class Turn(NamedTuple):
 def sweep_turn(model: Path, memory: int, link_speed: int, sizes: Sequence[int], pairs: int, repeats: int) -> Turn:
     """Alternate reads, sweeps and sweeps in memory, ending with a read, as a disk's speed varies."""
     budget = ["--device-memory", str(memory - INTERPRETER_BYTES), "--ring-memory", "256MB"]
-    flags, measured = ["bough", "--model", str(model), *SMALL], dict[int, list[Measured]]()
+    flags, measured = ["--model", str(model), *SMALL], dict[int, list[Measured]]()
     with ExitStack() as stack:
         prefix = stack.enter_context(limited(memory, link_speed, model)) if can_limit() else []
         link = stack.enter_context(Contestant(*flags, "--resident-layers", "0", *budget, prefix=prefix))
@@ -162,68 +159,30 @@ def quartiles(numbers: Sequence[float]) -> list[float]:
     return [round(float(quartile), 3) for quartile in np.percentile(numbers, (25, 75))]
 
 
-def accelerate_ratios(model: Path, memory: int, turns: int) -> dict[str, Any]:
-    """Ratios of accelerate to plain decoding within the same memory limit, and times to the first token."""
-    names = ["bough", "bough from disk", ACCELERATE]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    with ExitStack() as stack:
-        engines = {}
-        for name in names:
-            prefix = stack.enter_context(limited(memory_bytes=memory)) if can_limit() else []
-            budget = ["--device-memory", str(memory - INTERPRETER_BYTES), *SMALL]
-            if name == "bough from disk":
-                budget += ["--resident-layers", "0"]
-            flags = [str(model)] if name == ACCELERATE else ["--model", str(model), *budget]
-            engines[name] = stack.enter_context(Contestant(name.split()[0], *flags, prefix=prefix))
-        for turn in range(turns):
-            for name, engine in engines.items():
-                drop_cached(model)
-                seconds[name].append(engine.seconds(1, 1 if name == ACCELERATE else 3))
-            times = ", ".join(f"{name} {some[-1]:.3f} s" for name, some in seconds.items())
-            tell(f"turn {turn + 1} of {turns}: {times} per token")
-    medians = {name: median(some) for name, some in seconds.items()}
-    return {
-        "accelerate_ratio": round(medians[ACCELERATE] / medians["bough"], 2),
-        "from_disk": round(medians[ACCELERATE] / medians["bough from disk"], 2),
-        "seconds_per_token": {name: round(of_name, 3) for name, of_name in medians.items()},
-        "first_token_seconds": {name: round(engine.first_token_seconds, 2) for name, engine in engines.items()},
-    }
-
-
 def tell(text: str) -> None:
     """Print progress on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    """Run the requested parts, and print one JSON line."""
+    """Measure, and print one JSON line."""
     arguments = _arguments()
     ensure_demonstration()
     model = demonstration_folder()
     slow_link = int(arguments.slow_link * 1e9)
-    figures: dict[str, Any] = {}
-    for part in arguments.parts:
-        tell(f"== {part}")
-        if part == "sweep":
-            counts = arguments.sizes, arguments.turns, arguments.pairs, arguments.repeats
-            new = sweep_ratios(model, arguments.memory, 0, *counts)
-            if can_limit():
-                slow = sweep_ratios(model, arguments.memory, slow_link, arguments.sizes, SLOW_TURNS, 1, 1)
-                new |= {"sweep_ratio_slow_link": slow["sweep_ratio"], "slow_link": slow}
-        else:
-            new = accelerate_ratios(model, arguments.memory, arguments.turns)
-        print(json.dumps(new), flush=True)
-        figures |= new
+    counts = arguments.sizes, arguments.turns, arguments.pairs, arguments.repeats
+    figures = sweep_ratios(model, arguments.memory, 0, *counts)
+    if can_limit():
+        slow = sweep_ratios(model, arguments.memory, slow_link, arguments.sizes, SLOW_TURNS, 1, 1)
+        figures |= {"sweep_ratio_slow_link": slow["sweep_ratio"], "slow_link": slow}
     print(json.dumps({"model": model.name, "cores": os.cpu_count(), **figures}))
 
 
 def _arguments() -> argparse.Namespace:
     parser = FlagParser(description=__doc__)
-    parts = ["sweep", ACCELERATE]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("1.5GB"), help="limit of the control group")
     parser.add_argument("--slow-link", type=float, default=0.8, help="GB/s at which a link is surely the limit")
-    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="tokens of a sweep, in the first part")
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="tokens of a sweep")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=5, help="of raw reads and sweeps in each turn")
     parser.add_argument("--repeats", type=int, default=1, help="sweeps in a row in each pair, but for the first")

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("ray")
 
+from loadtest.cluster.__main__ import STEPS, has_failed, run_trial
 from loadtest.cluster.hosts import missing
-from loadtest.cluster.trial import STEPS, has_failed, run_trial
 
 
 @pytest.mark.cluster

@@ -16,8 +16,7 @@ from bough.model.kv.arena import Arena
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.messages import Timings
 from bough.protocol.sampling_params import SamplingParams
-from bough.simulation.clock import SimulatedClock
-from bough.simulation.line import Line
+from bough.simulation.clock import Line, SimulatedClock
 from bough.simulation.pair import SimulatedPair
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan

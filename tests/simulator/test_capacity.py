@@ -12,9 +12,8 @@ from bough.errors import ConfigError
 from bough.simulation.law import Law
 from bough.simulation.profile import Profile, load_profile, parse_profile
 from bough.simulation.tokenizer import FIRST_WORD, NUM_WORDS
-from simulator.capacity import simulate
+from simulator.capacity import purchases, simulate
 from simulator.guesses import expected_tokens
-from simulator.purchases import purchases
 from simulator.scenario import RequestKind, Scenario, of_size
 from target_worker.kv.slot_index import SessionSlot
 from target_worker.kv.slot_pool import SlotPool

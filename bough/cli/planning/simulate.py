@@ -10,8 +10,8 @@ from dataclasses import replace
 from bough.errors import ConfigError
 from bough.simulation.profile import Profile, load_profile, shipped_profiles
 from bough.trees.tree_plan import BestFirst
+from simulator.capacity import purchases
 from simulator.capacity import simulate as run
-from simulator.purchases import purchases
 from simulator.scenario import CapacityReport, Purchase, RequestKind, Scenario, of_size, rounded
 
 LIST = "list"

@@ -19,9 +19,8 @@ from transformers import AutoConfig, LlamaConfig, MiniCPM3Config, MixtralConfig,
 from bough.cli.machine import up
 from bough.cli.main import argument_parser, main
 from bough.cli.planning.demonstration import STREAMED
-from bough.cli.planning.plan import settings_from
+from bough.cli.planning.plan import settings_from, text_plot
 from bough.cli.planning.plan_model import make_plan
-from bough.cli.planning.plan_report import text_plot
 from bough.config.cache_paths import demonstration_folder
 from bough.errors import CheckpointError, ConfigError
 from bough.model.architecture.architecture import load_config

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bough.cli.flags.planning import PlanConfig
+from bough.cli.planning.plan import as_json
 from bough.cli.planning.plan_model import make_plan
-from bough.cli.planning.plan_report import as_json
 from bough.config.processes import parse
 from bough.errors import ConfigError
 from bough.model.checkpoint.tensor_source import FreshMemory

@@ -34,7 +34,7 @@ PROGRAMS = ("target_worker", "draft_worker", "orchestrator")
 IMPORTS = (
     *("target_worker.service", "target_worker.worker", "target_worker.simulated"),
     *("draft_worker.service", "draft_worker.worker", "draft_worker.simulated"),
-    *("bough.simulation.line", "bough.simulation.pair", "orchestrator.assembly"),
+    *("bough.simulation.clock", "bough.simulation.pair", "orchestrator.assembly"),
     "transformers.models.llama.modeling_llama",
 )
 OWN = ("PYTEST_CURRENT_TEST", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")  # variables that concern no program

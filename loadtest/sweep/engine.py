@@ -1,7 +1,6 @@
-"""The engines that `loadtest.sweep` compares, each in a process that reads commands from standard input.
+"""A target that `loadtest.sweep` measures, in a process that reads commands from standard input.
 
-    python -m loadtest.sweep.engines bough --model FOLDER --resident-layers 0 ...
-    python -m loadtest.sweep.engines accelerate FOLDER
+    python -m loadtest.sweep.engine --model FOLDER --resident-layers 0 ...
 
 A command is a JSON list of a name and numbers; each is answered by one JSON line.
 """
@@ -11,15 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 
 from bough.config.processes import TargetConfig, parse
 from bough.protocol.messages import Context, VerifyCall
@@ -34,22 +30,6 @@ NUM_RAW_SLABS = 16
 PROMPT = list(range(100, 164))
 
 
-class Engine(Protocol):
-    """An engine that computes passes of a model."""
-
-    def first_token(self) -> None:
-        """Generate the first token after the prompt, just after opening the model."""
-        ...
-
-    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
-        """Run `repeats` consecutive passes; returns their seconds and further figures."""
-        ...
-
-    def close(self) -> None:
-        """End the engine's threads and files."""
-        ...
-
-
 def random_tree(num_nodes: int, root: int, seed: int) -> Tree:
     """A random tree about as deep as best-first trees: 10 levels with 64 nodes."""
     rng = np.random.default_rng(seed)
@@ -58,7 +38,7 @@ def random_tree(num_nodes: int, root: int, seed: int) -> Tree:
     return Tree.of(tokens, parents, [0.0] * num_nodes)
 
 
-class Bough:
+class Engine:
     """The target worker without gRPC."""
 
     def __init__(self, flags: list[str]) -> None:
@@ -66,10 +46,6 @@ class Bough:
         self._worker = TargetWorker(self._config, "bench")
         self._tokens, self._held, self._round = list(PROMPT), 0, 0
         self._raw_memory: memoryview | None = None
-
-    def first_token(self) -> None:
-        """Compute the prompt and the first token in one sweep."""
-        self.sweep(1, 1)
 
     def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
         """Run rounds of one session with trees of `num_tokens` nodes, sampling and commits included."""
@@ -116,62 +92,19 @@ class Bough:
         self._worker.close()
 
 
-class Accelerate:
-    """Hugging Face accelerate's disk offload: every decoder layer on disk."""
-
-    def __init__(self, flags: list[str]) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        torch.set_num_threads(os.cpu_count() or 1)
-        num_layers = AutoConfig.from_pretrained(flags[0]).num_hidden_layers
-        outside = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
-        layers = {f"model.layers.{index}": "disk" for index in range(num_layers)}
-        self._folder = tempfile.TemporaryDirectory(dir=Path(flags[0]).parent)
-        self._model = AutoModelForCausalLM.from_pretrained(
-            flags[0], dtype=torch.bfloat16, device_map={**outside, **layers}, offload_folder=self._folder.name
-        )
-
-    def first_token(self) -> None:
-        """Run a forward pass over the prompt."""
-        self.sweep(1, 0)
-
-    @torch.inference_mode()
-    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
-        """Run decoding steps after the prompt, always of one token."""
-        output = self._model(torch.tensor([PROMPT]), use_cache=True)
-        figures = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            token = output.logits[:, -1:].argmax(-1)
-            output = self._model(token, past_key_values=output.past_key_values)
-            figures.append({"seconds": time.perf_counter() - began})
-        return figures
-
-    def close(self) -> None:
-        """Removes what it has written."""
-        self._folder.cleanup()
-
-
 def _busy_seconds() -> float:
     """Busy seconds of all processors since boot, as direct reads cost mostly kernel time."""
     user, nice, system, _idle, _waiting, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:9]
     return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
 
 
-ENGINES: dict[str, Callable[[list[str]], Engine]] = {
-    "bough": Bough,
-    "accelerate": Accelerate,
-}
-
-
 def main() -> None:
-    """Answer commands until standard input ends; first prints the seconds to the first token."""
+    """Answer commands until standard input ends; first prints that the first token is there."""
     answers = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries may print
-        began = time.perf_counter()
-        engine = ENGINES[sys.argv[1]](sys.argv[2:])
-        engine.first_token()
-        print(json.dumps(time.perf_counter() - began), file=answers, flush=True)
+        engine = Engine(sys.argv[1:])
+        engine.sweep(1, 1)  # computes the prompt, too
+        print(json.dumps("ready"), file=answers, flush=True)
         for line in sys.stdin:
             name, *numbers = json.loads(line)
             answer: Any = getattr(engine, name)(*numbers)
