@@ -18,9 +18,8 @@ from bough.config.processes import OrchestratorConfig
 from bough.protocol.decision import Decision, Mode
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, TreePlan
-from orchestrator.sizing.acceptance_model import with_values
 from orchestrator.sizing.choice import PredictedSize, SweepLoad, TreeGains, best_size, cut_size
-from orchestrator.sizing.pairs import FIRST_BOUND, Pair, PairKey, RoundStats, SessionState, Trust
+from orchestrator.sizing.pairs import FIRST_BOUND, Pair, PairKey, RoundStats, SessionState, Trust, with_values
 from orchestrator.sizing.plans import (
     Proposal,
     RoundOutcome,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bough.trees.tree import Tree
-from orchestrator.sizing.acceptance_model import AcceptanceModel, SessionBias, with_values
+from orchestrator.sizing.pairs import AcceptanceModel, SessionBias, with_values
 
 
 def random_tree(rng: np.random.Generator, num_nodes: int = 16) -> Tree:

@@ -7,12 +7,12 @@ import pytest
 
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Scheme
-from orchestrator.sizing.acceptance_model import AcceptanceModel
 from orchestrator.sizing.choice import TreeGains
 from orchestrator.sizing.pairs import (
     FIRST_BOUND,
     FIRST_PROBE,
     LAST_PROBE,
+    AcceptanceModel,
     Margin,
     PairKey,
     Probing,
