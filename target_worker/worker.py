@@ -21,8 +21,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.model.faults import named_faults
 from bough.model.kernel_cache import compiled_ground
-from bough.model.kv.session_kv import KVArena
-from bough.model.kv.split_layers import split_memory
+from bough.model.kv.session_kv import KVArena, split_memory
 from bough.model.kv.states import by_kv_place
 from bough.model.loading.default_settings import conversion, settled
 from bough.model.loading.loading import DTYPES, build_skeleton

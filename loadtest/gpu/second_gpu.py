@@ -14,8 +14,7 @@ from transformers import LlamaConfig
 
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.kv.session_kv import KVArena
-from bough.model.kv.split_layers import split_memory
+from bough.model.kv.session_kv import KVArena, split_memory
 from bough.model.loading.loading import build_skeleton
 from bough.trees.tree import Tree
 from loadtest.gpu.parts import describe

@@ -19,8 +19,7 @@ import torch
 
 from bough.model.batch.batch import Batch, Chunk
 from bough.model.batch.path_spans import PathSpans, Place
-from bough.model.kv.session_kv import KVMemory, KVShape, KVSlot
-from bough.model.kv.split_layers import SplitLayers
+from bough.model.kv.session_kv import KVMemory, KVShape, KVSlot, SplitLayers
 from bough.runtime.host_memory import in_pieces
 from bough.sizing.placement import STAGED_LAYERS
 from target_worker.link.host_layers import PIECE_BYTES

@@ -13,8 +13,7 @@ import torch
 from bough.model.architecture.moe import stack_of
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import ReusedMemory
-from bough.model.loading.late_writes import LateWrites, can_wait
-from bough.model.loading.loading import ParameterSlot
+from bough.model.loading.loading import LateWrites, ParameterSlot, can_wait
 from bough.sizing.placement import ExpertSizes, SeparateExperts
 
 ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT requires on all common file systems

@@ -10,8 +10,7 @@ import torch
 
 from bough.config.processes import TargetConfig, parse
 from bough.errors import ConfigError
-from bough.model.kv.session_kv import KVShape, KVSlot
-from bough.model.kv.split_layers import split_memory
+from bough.model.kv.session_kv import KVShape, KVSlot, split_memory
 from bough.model.sizes.memory_budget import other_devices
 from bough.sizing.placement import (
     Budgets,

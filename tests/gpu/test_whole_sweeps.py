@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from bough.model.gpu import unpack_triton
-from bough.model.loading.late_writes import can_wait
+from bough.model.loading.loading import can_wait
 from loadtest.common.packed_model import pack
 from target_worker.link.layer_extents import LayerExtents
 from tests.conftest import TINY, save_model

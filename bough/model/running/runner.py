@@ -15,8 +15,7 @@ from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Chunk, Segment
 from bough.model.batch.path_spans import Paths, tiles_of
 from bough.model.kv.session_kv import KVMemory, KVSlot
-from bough.model.loading.late_writes import bind_all
-from bough.model.loading.loading import Skeleton
+from bough.model.loading.loading import Skeleton, bind_all
 from bough.model.running.device import working_on
 from bough.trees.tree import Tree
 

@@ -25,8 +25,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import is_hub_id
 from bough.model.checkpoint.tensor_source import Joined, Transposed, room_bytes
 from bough.model.kv.session_kv import KVShape
-from bough.model.loading.late_writes import can_wait, is_late
-from bough.model.loading.loading import DTYPES, ParameterSlot, build_skeleton
+from bough.model.loading.loading import DTYPES, ParameterSlot, build_skeleton, can_wait, is_late
 from bough.model.quant.format import SAMPLE_GROUP, Dequantized
 from bough.model.quant.formats import format_of
 from bough.model.quant.scaled import WORDS, StoredAs
@@ -78,7 +77,7 @@ class _Parameter:
     packed: Dequantized | None  # the source of a packed matrix, or of one expert's; None if unpacked
     flops: float  # of one token
     num_experts: int  # of a stack that is read expert by expert; otherwise 0
-    can_wait: bool  # see `bough.model.loading.late_writes`
+    can_wait: bool  # see `bough.model.loading.loading`
 
     @property
     def unpacked_bytes(self) -> int:

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from bough.model.batch.batch import Batch, Segment
-from bough.model.kv.session_kv import KVArena
-from bough.model.kv.split_layers import split_memory
+from bough.model.kv.session_kv import KVArena, split_memory
 from bough.model.kv.states import by_kv_place
 from bough.trees.tree import Tree
 from loadtest.common.inline_streams import InlineStreams

@@ -19,8 +19,7 @@ from bough.model.cpu.float_bits import from_half, put_number
 from bough.model.cpu.jit import strict
 from bough.model.cpu.unpack import write_out
 from bough.model.loading import loading
-from bough.model.loading.late_writes import bind_all
-from bough.model.loading.loading import build_skeleton, logical_sources, read_place
+from bough.model.loading.loading import bind_all, build_skeleton, logical_sources, read_place
 from bough.model.quant.awq import AwqFormat
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.format import PackedTensors, WeightFormat
