@@ -19,6 +19,7 @@ from bough.errors import Unavailable
 from bough.health.problems import find_problems
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Event, Finished, GenerateOptions, Speculation, Started, Tokens
+from bough.protocol.messages import VerifyCall
 from bough.registry.registry import Registry
 from tests.conftest import pipeline, settings
 from tests.fakes.fleet import FakeDraft, Fleet
@@ -117,15 +118,22 @@ async def test_killing_the_draft_changes_nothing_in_the_stream(cluster: Cluster,
 
 async def test_without_a_draft_guesses_come_from_the_text_itself(fakes: Fleet) -> None:
     """Guesses come from the draft, else from the text, else not at all."""
-    await fakes.target("target")
-    draft = await fakes.worker(FakeDraft("draft", fakes.tokenizer))
+    target, _ = await fakes.target("target")
+    draft, is_dead = await fakes.worker(FakeDraft("draft", fakes.tokenizer)), asyncio.Event()
     _, server = await fakes.orchestrator("--draft", "workers")
+
+    async def held(call: VerifyCall) -> None:
+        if call.round >= 3:
+            await is_dead.wait()
+
+    target.before = held
     options, events = replace(OPTIONS, max_tokens=120, speculation=Speculation(budget=8)), list[Event]()
     async with Client(server.address) as client:
         async for event in client.generate(PROMPT, options):
             events.append(event)
             if len(events) == 4:
                 await draft.kill()
+                is_dead.set()
         plain = await read(client, replace(options, speculation=Speculation(budget=8, lookup=0)))
     seen = Seen(events)
     assert seen.token_ids == plain.token_ids == expected(fakes, options)
