@@ -21,8 +21,9 @@ EVENTS: dict[str, type[g.Event]] = {  # by the names of their fields
     "tokens": g.Tokens,
     "finished": g.Finished,
 }
-_MOST = {"max_tokens": MAX_UINT32, "prompt_logprobs": MAX_LOGPROBS}  # of numbers, by their names
-_MOST |= {name: int(parameter.most) for name, parameter in PARAMETERS.items() if parameter.kind is int}
+_MOST = {name: int(parameter.most) for name, parameter in PARAMETERS.items() if parameter.kind is int}  # of numbers
+# prompt_logprobs come last: over HTTP they are `logprobs` of a prompt, which is the field to name where both are wrong.
+_MOST |= {"max_tokens": MAX_UINT32, "prompt_logprobs": MAX_LOGPROBS}
 
 
 def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.GenerateRequest:
