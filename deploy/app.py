@@ -126,6 +126,7 @@ class Supervising:
         try:
             await self._end_restart()
             await self._leave()
+            self._restarts = Restarts(IN_PLACE)
             self._place = await self._placed_index()
             await self._start_where_index_is(settings, settings.host or node_address())
         finally:
@@ -134,8 +135,8 @@ class Supervising:
     async def _start(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         await supervisor.start()
-        self._restarts.served()
         await self._started(supervisor)
+        self._restarts.served()
 
     async def _start_where_index_is(self, settings: ProgramSettings, host: str) -> None:
         """Start a program, and once more if the index moves meanwhile: a program that finds none ends."""
@@ -188,6 +189,7 @@ class Supervising:
         if restart is not None:
             await run_to_completion(end(restart))
         await run_to_completion(self._leave())
+        self._restarts = Restarts(IN_PLACE)
         await self._start_where_index_is(before.settings, before.host)
 
     async def __del__(self) -> None:

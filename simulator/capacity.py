@@ -14,9 +14,8 @@ import numpy as np
 
 from bough.errors import ConfigError
 from bough.protocol.generation import Speculation
-from bough.simulation.law import Law
+from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
 from bough.simulation.profile import DraftProfile, NetworkProfile, Profile, TargetProfile
-from bough.simulation.tokenizer import FIRST_WORD, NUM_WORDS
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
 from orchestrator.sizing.tree_sizer import TreeSizer

@@ -143,7 +143,7 @@ def test_deploy_starts_programs_and_imports_none() -> None:
     for path in python_files("deploy"):
         assert not tops(path) & (SERVICES | TORCH | {"redis"}), path
         assert not any(name.startswith("bough.cli.") for name in imports(path)), path
-        assert "ray" not in tops(path) or path.name in {"app.py", "check.py", "local.py", "replicas.py"}, path
+        assert "ray" not in tops(path) or path.name in {"app.py", "check.py", "local.py"}, path
     for path in python_files("bough", *SERVICES):
         assert "deploy" not in tops(path), path
 

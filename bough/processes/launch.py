@@ -20,7 +20,6 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfi
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.processes.child import (
-    DRAIN_MARGIN_SECONDS,
     Child,
     RestartPolicy,
     Restarts,
@@ -35,6 +34,7 @@ from bough.processes.signals import StopSignals, signals_ignored, stop_signals
 from bough.registry.registry import Registry
 from bough.security.tls import files_towards
 
+DRAIN_MARGIN_SECONDS = 10.0  # beyond its --drain-seconds, in which a process cuts off what still runs, and ends
 POLL_SECONDS = 0.1
 WATCH_SECONDS = 0.2  # between two looks at a process that serves
 LOCAL = "127.0.0.1"

@@ -17,6 +17,8 @@ from bough.simulation.acceptance_law import AcceptanceLaw, same_shape
 from bough.simulation.hashing import Keys, mixed, uniforms
 from bough.trees.acceptance import Acceptance, FloatArray, smoothed
 
+NUM_BYTES = 256  # tokens of one byte, which come first in the vocabulary
+FIRST_WORD, NUM_WORDS = NUM_BYTES + 2, 8**3  # tokens that are words of three syllables with a leading space
 HOSTILE_CLAIM = 0.999
 LOWEST_PROB = 1e-9  # smallest stated probability, so that its logarithm is finite
 _TRUTH, _LEVEL, _RANK, _OTHERS, _END = range(1, 6)  # uses of random numbers

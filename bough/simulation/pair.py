@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from bough.simulation.law import Law
+from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
 from bough.simulation.profile import Profile, load_profile
-from bough.simulation.tokenizer import END_TOKEN, FIRST_WORD, NUM_WORDS, simulated_tokenizer
+from bough.simulation.tokenizer import END_TOKEN, simulated_tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 
 END_RATE = 0.01  # share of positions with the end token

@@ -7,13 +7,11 @@ from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from bough.simulation.law import NUM_BYTES
 from bough.tokenization.vocabulary import TokenizerFiles
 
 SYLLABLES = ("ka", "lo", "mi", "ne", "ru", "sa", "to", "vi")
-NUM_WORDS = len(SYLLABLES) ** 3
-NUM_BYTES = 256
 BEGIN_TOKEN, END_TOKEN = NUM_BYTES, NUM_BYTES + 1
-FIRST_WORD = NUM_BYTES + 2  # first of the tokens that are words with a leading space
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _BLANK = "Ġ"  # a space in byte-level spelling
 # Calls of tools are written as Hermes' are: as they are generated.

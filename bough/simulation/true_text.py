@@ -17,8 +17,8 @@ from bough.errors import InvalidRequest
 from bough.grammar.allowed_tokens import AllowedTokens
 from bough.protocol.sampling_params import SamplingParams
 from bough.simulation.hashing import mixed, uniforms
-from bough.simulation.law import Law
-from bough.simulation.tokenizer import END_TOKEN, FIRST_WORD, NUM_WORDS, byte_token
+from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
+from bough.simulation.tokenizer import END_TOKEN, byte_token
 
 AHEAD = 16  # tokens of a text without a grammar that are computed together
 LONG = 200  # tokens of an output, after which all that can be closed is closed

@@ -13,9 +13,8 @@ import numpy as np
 
 from bough.errors import ConfigError
 from bough.simulation.acceptance_law import AcceptanceLaw
-from bough.simulation.law import Law
+from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
 from bough.simulation.profile import DraftProfile, NetworkProfile, Profile, TargetProfile
-from bough.simulation.tokenizer import FIRST_WORD, NUM_WORDS
 from bough.trees.tree_plan import BestFirst
 from loadtest.sessions.rounds_file import RoundRecord, RunRecord, StreamRecord
 from simulator.capacity import simulate

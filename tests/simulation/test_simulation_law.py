@@ -7,8 +7,8 @@ import pytest
 
 from bough.simulation.acceptance_law import LLAMA_3_CNN, PUBLISHED, AcceptanceLaw, read_acceptance_law
 from bough.simulation.hashing import key_of, mixed
-from bough.simulation.law import Law, level_vectors
-from bough.simulation.tokenizer import END_TOKEN, FIRST_WORD, NUM_WORDS, simulated_tokenizer
+from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law, level_vectors
+from bough.simulation.tokenizer import END_TOKEN, simulated_tokenizer
 from bough.tokenization.tokenizer import Tokenizer
 from tests.fakes.simulated import expected_tokens_of, true_ranks
 

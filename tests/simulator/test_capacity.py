@@ -9,9 +9,8 @@ import pytest
 
 from bough.cli.main import main
 from bough.errors import ConfigError
-from bough.simulation.law import Law
+from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
 from bough.simulation.profile import Profile, load_profile, parse_profile
-from bough.simulation.tokenizer import FIRST_WORD, NUM_WORDS
 from simulator.capacity import purchases, simulate
 from simulator.guesses import expected_tokens
 from simulator.scenario import RequestKind, Scenario, of_size

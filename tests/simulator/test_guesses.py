@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from bough.simulation.acceptance_law import LLAMA_3_CNN, AcceptanceLaw
-from bough.simulation.law import Law
-from bough.simulation.tokenizer import FIRST_WORD, NUM_WORDS
+from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
 from bough.trees.tree_plan import BestFirst
 from simulator.guesses import PooledText, expected_tokens
 from tests.fakes.simulated import expected_tokens_of, true_ranks

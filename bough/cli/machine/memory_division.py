@@ -50,7 +50,7 @@ class DraftNeeds(NamedTuple):
     session: int  # KV of a session of the longest context
     step: int = 0  # what a step of recurrent layers computes
     least: int | None = None  # KV for which there must be room; None is that of a session of the longest context
-    row: int = 0  # KV of a token
+    row: int = 0  # KV of a token; 0 if unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,9 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
         for num_tokens in (longest, min(LEAST_CONTEXT, longest))
     )
     step = states.step_bytes(GROWN_ROWS) if states else 0
-    return DraftNeeds(int(weights), session, step, None if config.max_context else least, row_bytes)
+    is_known = "num_attention_heads" in text  # else it is what the model's class has by default, and this an estimate
+    least_context = None if config.max_context else least
+    return DraftNeeds(int(weights), session, step, least_context, row_bytes if is_known else 0)
 
 
 def _states(text: dict[str, Any], kept: set[int], size: int, where: str) -> StateShape | None:

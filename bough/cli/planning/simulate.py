@@ -10,8 +10,6 @@ from dataclasses import replace
 from bough.errors import ConfigError
 from bough.simulation.profile import Profile, load_profile, shipped_profiles
 from bough.trees.tree_plan import BestFirst
-from simulator.capacity import purchases
-from simulator.capacity import simulate as run
 from simulator.scenario import CapacityReport, Purchase, RequestKind, Scenario, of_size, rounded
 
 LIST = "list"
@@ -104,6 +102,9 @@ def _fixed(arguments: argparse.Namespace) -> BestFirst | None:
 
 
 def _run(scenario: Scenario, *, with_purchases: bool) -> tuple[CapacityReport, list[Purchase]]:
+    from simulator.capacity import purchases  # SimPy is an extra that a list of profiles needs not
+    from simulator.capacity import simulate as run
+
     report = run(scenario)
     return report, purchases(scenario, report) if with_purchases else []
 

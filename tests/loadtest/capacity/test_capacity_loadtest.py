@@ -11,9 +11,8 @@ import pytest
 
 from bough.errors import ConfigError
 from bough.simulation.acceptance_law import AcceptanceLaw
-from bough.simulation.law import Law
+from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
 from bough.simulation.profile import load_profile
-from bough.simulation.tokenizer import FIRST_WORD, NUM_WORDS
 from loadtest.capacity.__main__ import papers
 from loadtest.capacity.sessions import compare, fit, law_with
 from loadtest.sessions.rounds_file import RoundRecord, RunRecord, StreamRecord, read_runs
