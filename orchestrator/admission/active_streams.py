@@ -45,7 +45,7 @@ class Stream:
         if self._limit is None:
             if self.error is not None:
                 self.free()
-        elif is_first:
+        elif is_first and not self._limit.expired():  # else its deadline has just interrupted it
             self._interrupt(self._limit)
 
     def free(self) -> None:

@@ -104,6 +104,9 @@ class Verifier:
             session.require_weights(place.target.info)
             try:
                 answer = await self._step(session, place, proposal)
+            except asyncio.CancelledError:
+                place.interrupted()  # leaves the queue at once, not when its reader has read what is last
+                raise
             except StaleEpoch as exc:
                 if has_overtaken:
                     raise
@@ -148,11 +151,11 @@ class Verifier:
             if not session.slot_seconds:
                 raise
             place.refused(believed)
+        if place.state is not PlaceState.HELD:
+            place.wait(queue, session.epoch)
         with self._waiting(session):
             if place.state is PlaceState.HELD or place.num_refused > 1:  # or a reservation was no use
                 await asyncio.sleep(RETRY_SLOT_SECONDS)
-        if place.state is not PlaceState.HELD:
-            place.wait(queue, session.epoch)
         return None
 
     async def _reserve(self, session: Session, place: TargetPlace, proposal: Proposal) -> TimedResult | None:

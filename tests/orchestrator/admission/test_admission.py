@@ -303,3 +303,20 @@ async def test_work_ends_at_the_deadline_in_the_middle_of_a_wait() -> None:
     assert ends == ["closed"]
     may_go_on.set()
     assert await Stream("r", "", deadline=Deadline.of(60.0, 0.0)).before_end(work()) == 1
+
+
+async def test_a_stream_whose_deadline_has_just_fired_can_be_ended() -> None:
+    """Its timeout, which is the deadline's, cannot be moved any more; others were not ended after that error."""
+    stream, errors = Stream("r", "", deadline=Deadline.of(0.02, 0.0)), list[Exception]()
+
+    def end() -> None:
+        try:
+            stream.end()
+        except RuntimeError as exc:
+            errors.append(exc)
+
+    loop = asyncio.get_running_loop()
+    loop.call_at(stream.deadline.deadline + 0.001, end)
+    loop.call_soon(time.sleep, 0.1)  # so that both are due when the loop goes on
+    assert await stream.before_end(asyncio.sleep(60)) is None
+    assert not errors

@@ -10,11 +10,11 @@ import pytest
 
 from bough.client import Client
 from bough.errors import Exhausted
-from bough.protocol.generation import GenerateOptions
+from bough.protocol.generation import Finished, GenerateOptions, Started
 from bough.protocol.messages import VerifyCall
 from orchestrator.cluster.target_place import SlotQueue
 from tests.fakes.fleet import FakeTarget, Fleet
-from tests.fakes.streams import OPTIONS, expected, read
+from tests.fakes.streams import OPTIONS, PROMPT, expected, read
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow  # running services are called
@@ -129,6 +129,22 @@ async def test_a_new_request_that_may_not_wait_is_told_when_to_come_back(fakes: 
         with pytest.raises(Exhausted, match="KV memory: all slots are in use") as refusal:
             await read(client, GenerateOptions(max_tokens=5))
     assert (refusal.value.retry_seconds or 0) >= 1
+
+
+async def test_who_is_aborted_leaves_the_queue_before_its_last_event_has_been_read(fakes: Fleet) -> None:
+    target, _ = await fakes.target("t")
+    target.num_slots = 0
+    requests, _ = await fakes.orchestrator()
+    aborted = requests.generate(PROMPT, FIRST)
+    assert isinstance(await anext(aborted), Started)
+    last = asyncio.create_task(anext(aborted))
+    await until(lambda: "first" in target.asked_for_room)
+    requests.abort(FIRST.request_id)
+    assert isinstance(await last, Finished)
+    target.num_slots = 1
+    later = [event async for event in requests.generate(PROMPT, LATER, timeout_seconds=20)]
+    assert isinstance(later[-1], Finished)
+    await aborted.aclose()
 
 
 async def test_the_oldest_is_first_whoever_came_when() -> None:
