@@ -126,7 +126,6 @@ class Supervising:
         try:
             await self._end_restart()
             await self._leave()
-            self._restarts = Restarts(IN_PLACE)
             self._place = await self._placed_index()
             await self._start_where_index_is(settings, settings.host or node_address())
         finally:
@@ -140,6 +139,7 @@ class Supervising:
 
     async def _start_where_index_is(self, settings: ProgramSettings, host: str) -> None:
         """Start a program, and once more if the index moves meanwhile: a program that finds none ends."""
+        self._restarts = Restarts(IN_PLACE)  # what an earlier program did is no fault of this one
         try:
             await self._start(Supervisor(settings, host, self._place))
         except ConfigError:
@@ -189,7 +189,6 @@ class Supervising:
         if restart is not None:
             await run_to_completion(end(restart))
         await run_to_completion(self._leave())
-        self._restarts = Restarts(IN_PLACE)
         await self._start_where_index_is(before.settings, before.host)
 
     async def __del__(self) -> None:

@@ -29,7 +29,7 @@ TAIL_BYTES = 8192  # end of a log in which those lines are searched
 LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.telemetry.logs`
 LINE_LENGTH = 200  # characters of a log's last line that a report quotes
 DRAIN_SECONDS = 1.0  # between the first SIGTERM, which drains, and the second, which stops
-DRAIN_MARGIN_SECONDS = 5.0  # beyond its --drain-seconds, in which a program cuts off what still runs, and ends
+DRAIN_MARGIN_SECONDS = 5.0  # of a replica beyond its --drain-seconds, to cut off what still runs and end
 STOP_SECONDS = 10.0  # between the second SIGTERM and SIGKILL
 KILLED_SECONDS = 60.0  # after SIGKILL, which a process in a driver's call outlasts, possibly for ever
 

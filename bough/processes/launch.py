@@ -34,7 +34,9 @@ from bough.processes.signals import StopSignals, signals_ignored, stop_signals
 from bough.registry.registry import Registry
 from bough.security.tls import files_towards
 
-DRAIN_MARGIN_SECONDS = 10.0  # beyond its --drain-seconds, in which a process cuts off what still runs, and ends
+# Beyond its --drain-seconds, in which a process cuts off what still runs, and ends. A replica has less (child.py), as
+# the time until Serve kills it is a setting of each deployment.
+DRAIN_MARGIN_SECONDS = 10.0
 POLL_SECONDS = 0.1
 WATCH_SECONDS = 0.2  # between two looks at a process that serves
 LOCAL = "127.0.0.1"

@@ -34,7 +34,7 @@ WORKER_BYTES = 320 * 1000**2  # Python, torch, kernels and buffers
 SPARE_BYTES, SPARE_SHARE = 200 * 1000**2, 0.1  # left free, the larger of the two, for page cache and other programs
 LEAST_TARGET_BYTES = 100 * 1000**2  # smallest budget accepted here, below that of any model
 CONTEXT_BYTES = 1000**3  # of a process on a GPU: CUDA's context, libraries, graphs, and what a step computes
-KV_SESSIONS = 8  # of the longest context, that a draft has memory for which is not told
+KV_SESSIONS = 8  # a draft's KV memory by default, in sessions of the longest context
 FLOATS = ("BF16", "F16", "F32")
 LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -160,7 +160,7 @@ def on_one_gpu(target: TargetConfig, draft: DraftConfig) -> bool:
 
 
 def divide_gpu(target: TargetConfig, draft: DraftConfig, needs: DraftNeeds) -> SharedGpu:
-    """The draft's KV is settled, and the target's memory is what the draft leaves; what a user has told stays."""
+    """Settings with the draft's KV memory filled in. The target gets what the draft leaves; given values stay."""
     least = needs.session if needs.least is None else needs.least
     kv = draft.kv_memory or max(least, min(MOST_BYTES, KV_SESSIONS * needs.session))
     share = CONTEXT_BYTES + needs.weights + needs.step + kv
