@@ -86,10 +86,11 @@ def test_lines_are_short_enough_to_compare(document: Path) -> None:
         assert len(line) <= 150 or line.startswith("|"), f"line {number}: {len(line)}"
 
 
-def test_every_decision_has_a_number_of_its_own_and_stands_in_the_index() -> None:
+def test_every_decision_has_its_own_number_and_is_in_the_index() -> None:
     index = (DECISIONS / "README.md").read_text()
     files = sorted(DECISIONS.glob("[0-9]*.md"))
     assert len({file.name[:3] for file in files}) == len(files)
     for file in files:
-        number, title = file.read_text().splitlines()[0].removeprefix("# ").split(". ", 1)
-        assert f"| {number} | [{title}]({file.name}) |" in index, file.name
+        title = file.read_text().splitlines()[0].removeprefix("# ")
+        assert title.startswith(f"{file.name[:3]}. "), file.name
+        assert f"- [{title}]({file.name})\n" in index, file.name
