@@ -17,13 +17,15 @@ from bough.protocol import codec_generation as wire
 from bough.protocol.codec_fields import to_fields
 from bough.protocol.generation import GenerateOptions, Prompt, PromptLogprobs
 from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKENS, MAX_STOPS
+from bough.rpc.list_lengths import list_lengths
 from bough.rpc.server import Served, serving
 from bough.rpc.services import GENERATION, ServicerContext, add_service
 from bough.security.auth_interceptor import AuthInterceptor, authorization
 from orchestrator.cluster.served_models import largest_context, largest_vocabulary
 from orchestrator.serving.tenants import Callers, Tenant
 
-MANY_ENTRIES = 4096  # of all lists of a request; more are decoded in a thread
+MANY_ENTRIES = 4096  # of all lists of a request; more are converted in a thread
+SPARE_FIELDS = 65536  # of a serialized request, besides those of the longest prompt
 
 
 class GenerationService:
@@ -32,12 +34,20 @@ class GenerationService:
     def __init__(self, callers: Callers) -> None:
         self._callers, self._requests = callers, callers.requests
 
-    async def Generate(self, request: pb.GenerateRequest, context: ServicerContext) -> AsyncIterator[pb.GenerateEvent]:
+    def decode(self, data: bytes) -> pb.GenerateRequest:
+        """Decode a request of Generate.
+
+        Raises InvalidRequest for what no target accepts and Unavailable if none is known, before it is decoded.
+        """
         directory = self._requests.directory
         if not directory.seen:
             raise Unavailable(directory.why_no_target())
-        num_entries = require_counts(request, largest_context(directory))
-        if num_entries > MANY_ENTRIES:
+        require_lengths(data, largest_context(directory))
+        return pb.GenerateRequest.FromString(data)
+
+    async def Generate(self, request: pb.GenerateRequest, context: ServicerContext) -> AsyncIterator[pb.GenerateEvent]:
+        directory = self._requests.directory
+        if has_many_entries(request):
             prompt, options = await directory.tokenizing.run(lambda: checked(request, largest_vocabulary(directory)))
         else:
             prompt, options = wire.request_from_wire(request)
@@ -77,25 +87,29 @@ class GenerationService:
         return self._callers.tenant(authorization(context.invocation_metadata()))
 
 
-def require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
-    """Count the entries of all lists of a request.
-
-    Raises InvalidRequest for a list longer than any target accepts, perhaps millions of entries, which are not decoded.
-    """
-    counts = (
-        ("token_ids", len(request.token_ids.ids), largest_context),
-        ("chat.messages", len(request.chat.messages), largest_context),
-        ("resume.token_ids", len(request.resume.token_ids), largest_context),
-        ("speculation.growth.shape.parents", len(request.speculation.growth.shape.parents), largest_context),
-        ("stop", len(request.stop), MAX_STOPS),
-        ("stop_token_ids", len(request.sampling.stop_token_ids), MAX_STOP_TOKENS),
-        ("logit_bias", len(request.sampling.logit_bias), MAX_BIASES),
-        ("constraint.choices", len(request.constraint.choices), MAX_CHOICES),
+def require_lengths(data: bytes, largest_context: int) -> None:
+    """Raise InvalidRequest if a list of a serialized request is longer than any target accepts."""
+    lengths = list_lengths(data, pb.GenerateRequest, largest_context + SPARE_FIELDS)
+    limits = (
+        ("token_ids.ids", "token_ids", largest_context),
+        ("chat.messages", "chat.messages", largest_context),
+        ("resume.token_ids", "resume.token_ids", largest_context),
+        ("speculation.growth.shape.parents", "speculation.growth.shape.parents", largest_context),
+        ("stop", "stop", MAX_STOPS),
+        ("sampling.stop_token_ids", "stop_token_ids", MAX_STOP_TOKENS),
+        ("sampling.logit_bias", "logit_bias", MAX_BIASES),
+        ("constraint.choices", "constraint.choices", MAX_CHOICES),
     )
-    for name, number, most in counts:
-        if number > most:
-            raise InvalidRequest(name, f"must have at most {most} entries", number)
-    return sum(number for _, number, _ in counts)
+    for path, name, most in limits:
+        if lengths[path] > most:
+            raise InvalidRequest(name, f"must have at most {most} entries", lengths[path])
+
+
+def has_many_entries(request: pb.GenerateRequest) -> bool:
+    """Whether the conversion of a request takes so long that streams would wait for it."""
+    shape = request.speculation.growth.shape
+    lists = (request.token_ids.ids, request.chat.messages, request.resume.token_ids, shape.parents)
+    return sum(map(len, lists)) > MANY_ENTRIES
 
 
 def checked(request: pb.GenerateRequest, vocab_size: int) -> tuple[Prompt, GenerateOptions]:
@@ -115,7 +129,7 @@ def serving_generation(
         config.host,
         config.port,
         GENERATION.full_name,
-        partial(add_service, GENERATION, service),
+        partial(add_service, GENERATION, service, decoders={"Generate": service.decode}),
         requests.call_limiter,
         config.stalled_timeout,
         max_connection_age=config.max_connection_age,

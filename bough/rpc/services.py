@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import grpc
@@ -32,15 +33,23 @@ def stub_of(service: ServiceDescriptor, channel: Any) -> Any:
     return SimpleNamespace(**calls)
 
 
-def add_service(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:
-    """Have a server answer those methods of a service that `servicer` has, by the same names."""
+def add_service(
+    service: ServiceDescriptor,
+    servicer: object,
+    server: grpc.aio.Server,
+    decoders: Mapping[str, Callable[[bytes], Any]] = MappingProxyType({}),
+) -> None:
+    """Have a server answer those methods of a service that `servicer` has, by the same names.
+
+    `decoders` decode the requests of the methods that they have; those of others are decoded by protobuf.
+    """
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:
         make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
         if (answer := getattr(servicer, method.name, None)) is not None:
             handlers[method.name] = make(
                 answer,
-                request_deserializer=GetMessageClass(method.input_type).FromString,
+                request_deserializer=decoders.get(method.name, GetMessageClass(method.input_type).FromString),
                 response_serializer=GetMessageClass(method.output_type).SerializeToString,
             )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))

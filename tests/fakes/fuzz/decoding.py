@@ -31,7 +31,7 @@ from orchestrator.http_api.responses import fields as response_fields
 from orchestrator.http_api.responses.answer import repeated
 from orchestrator.http_api.responses.fields import ResponseFields
 from orchestrator.opening.prompt import next_prompt, whole_prompt
-from orchestrator.service import require_counts
+from orchestrator.service import require_lengths
 from tests.fakes.fuzz import ordinary
 from tests.fakes.fuzz.mutation import Json, Mutator
 from tests.fakes.fuzz.outcomes import Outcomes
@@ -113,8 +113,8 @@ def problem_of(layer: Layer, data: bytes) -> str:
 
 def generate(data: bytes, tokenizer: Tokenizer) -> list[int]:
     """Decode a Generate request, up to where computation would begin."""
+    decoded(data, lambda data: require_lengths(data, MAX_CONTEXT))
     message = decoded(data, generation_pb2.GenerateRequest.FromString)
-    require_counts(message, MAX_CONTEXT)
     return opened(*codec_generation.request_from_wire(message), tokenizer)
 
 
