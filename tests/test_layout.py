@@ -26,6 +26,7 @@ PURE = (
     "bough/concurrency",
 )
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
+REFERENCE = ROOT / "bough" / "reference.py"  # a program of its own, which belongs to no room
 
 
 @cache
@@ -96,7 +97,7 @@ def test_no_room_imports_one_that_imports_it() -> None:
     """Rooms are the folders of code; what is imported for types alone counts too."""
     needs: dict[str, set[str]] = {}
     for path in python_files("bough", "simulator", *SERVICES):
-        if path.name == "__init__.py" or path.parent.name == "pb":
+        if path.name == "__init__.py" or path.parent.name == "pb" or path == REFERENCE:
             continue
         room = str(path.parent.relative_to(ROOT)).replace("/", ".")
         for name in imports(path):
@@ -121,8 +122,14 @@ def test_only_backends_import_kernels() -> None:
 def test_torch_only_where_tensors_are() -> None:
     allowed = {ROOT / "bough" / "model", ROOT / "target_worker", ROOT / "draft_worker"}
     for path in python_files("bough", "orchestrator"):
-        if not any(folder in path.parents for folder in allowed):
+        if not any(folder in path.parents for folder in allowed) and path != REFERENCE:
             assert not tops(path) & TORCH, path
+
+
+def test_the_product_does_not_import_the_reference() -> None:
+    """It is what the product is compared with."""
+    for path in python_files("bough", *SERVICES, "deploy", "simulator"):
+        assert "bough.reference" not in imports(path), path
 
 
 def test_llguidance_runs_in_processes_of_its_own() -> None:
