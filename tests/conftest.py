@@ -13,14 +13,6 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, as transformers does below
-
-from bough.model.architecture.light_imports import import_transformers
-
-import_transformers()  # as workers do, before anything below would import more of it
 
 from bough.config import addresses
 from bough.config.cache_paths import demonstration_folder
@@ -29,15 +21,20 @@ from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Cluster, Settings, launched
 from bough.tokenization.vocabulary import TokenizerFiles
-from loadtest.common.tiny_model import TINY, save_model, save_tokenizer
+from loadtest.common.tiny_tokenizer import save_tokenizer
 from tests.fakes.fleet import Fleet, fleet
 from tests.fakes.processes.fork_server import forked_programs
 from tests.fakes.stage import Orchestrator, Stage, orchestrating, staged_at
+from tests.fakes.torch_imports import import_torch
 
-__all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here
-
+TESTS = Path(__file__).parent
 FOLDERS = {"pipeline": "pipeline", "clients": "pipeline", "loadtest": "pipeline"}  # kinds of tests; others are units
 PROCESSES = {"tiny_cluster", "smollm"}  # fixtures of real processes and real models
+# Folders whose modules load no torch, which takes seconds and 200 MB; tests/test_layout.py checks it.
+WITHOUT_TORCH = {
+    *("client", "clients", "concurrency", "config", "deploy", "grammar", "orchestrator", "processes", "protocol"),
+    *("registry", "rpc", "runtime", "security", "simulator", "sizing", "telemetry", "tokenization", "trees"),
+}
 
 # Neither time nor chance decides a test: examples are the same in every run; --hypothesis-profile=default draws others.
 hypothesis.settings.register_profile(
@@ -54,9 +51,16 @@ addresses.PORTS = addresses.PORTS[
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where units alone are asked for, folders that have none are not imported: they are every seventh module."""
     asked = config.option.markexpr
-    if asked.split()[:1] == ["unit"] and " or " not in asked and collection_path.parent == Path(__file__).parent:
+    if asked.split()[:1] == ["unit"] and " or " not in asked and collection_path.parent == TESTS:
         return collection_path.name in FOLDERS or None
     return None
+
+
+def pytest_collect_file(file_path: Path) -> None:
+    """Other folders have torch and transformers imported as workers import them, before a module imports more of it."""
+    folder, *rest = file_path.relative_to(TESTS).parts
+    if rest and folder not in WITHOUT_TORCH:
+        import_torch()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         kinds = {mark.name for mark in item.iter_markers()} & {"pipeline", "chaos", "cluster"}
         if kinds:
             continue
-        kind = FOLDERS.get(item.path.relative_to(Path(__file__).parent).parts[0], "unit")
+        kind = FOLDERS.get(item.path.relative_to(TESTS).parts[0], "unit")
         item.add_marker("pipeline" if PROCESSES & set(getattr(item, "fixturenames", ())) else kind)
 
 
@@ -88,6 +92,9 @@ def _forked_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of four layers in several shards."""
+    import_torch()
+    from loadtest.common.tiny_model import TINY, save_model
+
     return save_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
 
 

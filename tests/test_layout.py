@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import WITHOUT_TORCH
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
@@ -130,6 +132,12 @@ def test_the_product_does_not_import_the_reference() -> None:
     """It is what the product is compared with."""
     for path in python_files("bough", *SERVICES, "deploy", "simulator"):
         assert "bough.reference" not in imports(path), path
+
+
+def test_tests_of_what_needs_no_torch_load_none() -> None:
+    files = [file for folder in sorted(WITHOUT_TORCH) for file in python_files(f"tests/{folder}")]
+    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    assert not loaded_by("tests.conftest", *modules) & {"torch", "transformers"}
 
 
 def test_llguidance_runs_in_processes_of_its_own() -> None:

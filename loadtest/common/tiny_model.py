@@ -10,15 +10,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    modeling_utils,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, modeling_utils
+
+from loadtest.common.tiny_tokenizer import save_tokenizer
 
 TINY = LlamaConfig(
     vocab_size=262,
@@ -32,27 +26,18 @@ TINY = LlamaConfig(
     eos_token_id=261,
     initializer_range=0.3,  # large enough that a random model's choices are not all ties
 )
-CHAT_TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function | tojson }}\n{% endfor %}"
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
-    '{% for call in m.tool_calls or [] %}{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
-    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}"
-    "{{ '\n' }}{% endfor %}assistant:"
+SMALLEST = LlamaConfig(
+    vocab_size=262,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=128,
+    bos_token_id=260,
+    eos_token_id=261,
+    initializer_range=0.3,
 )
-
-
-def save_tokenizer(folder: Path, swapped: bool = False) -> None:
-    """A tokenizer of bytes with four merges' worth of unused ids and two special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if swapped:
-        alphabet[5], alphabet[6] = alphabet[6], alphabet[5]
-    vocab = {token: index for index, token in enumerate([*alphabet, "<u0>", "<u1>", "<u2>", "<u3>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
 
 
 def save_weights(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> None:
@@ -62,7 +47,7 @@ def save_weights(model: PreTrainedModel, folder: Path, max_shard_size: str = "5G
 
 
 def save_model(folder: Path, config: PretrainedConfig = TINY, seed: int = 0) -> Path:
-    """A random model of any architecture, with the tokenizer above."""
+    """A random model of any architecture, with a tokenizer of bytes."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = config.eos_token_id

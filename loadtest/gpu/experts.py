@@ -18,7 +18,8 @@ from bough.model.loading.default_settings import CPU_ROWS
 from bough.model.loading.loading import build_skeleton
 from bough.sizing.placement import Budgets, Fixed, place, place_with_expert_cache
 from bough.trees.tree import Tree
-from loadtest.common.tiny_model import save_tokenizer, save_weights
+from loadtest.common.tiny_model import save_weights
+from loadtest.common.tiny_tokenizer import save_tokenizer
 from loadtest.gpu.random_models import LINK_THREADS, planned
 from target_worker.link.layer_extents import LayerExperts, LayerExtents, plan_apart, sizes_apart
 from target_worker.link.streams import DeviceStreams

@@ -12,8 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-from transformers import LlamaConfig
+from typing import TYPE_CHECKING
 
 from bough.concurrency.futures import settle
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
@@ -27,30 +26,20 @@ from bough.simulation.clock import SimulatedClock
 from bough.simulation.pair import SimulatedPair
 from draft_worker.service import DraftService
 from draft_worker.simulated import SimulatedDraftWorker
-from draft_worker.worker import DraftWorker
-from loadtest.common.tiny_model import save_model
 from orchestrator.cluster.directory import Directory
 from orchestrator.service import GenerationService
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
 from target_worker.service import TargetService
 from target_worker.simulated import SimulatedTarget
-from target_worker.worker import TargetWorker
+from tests.fakes.torch_imports import import_torch
 from tests.fakes.waiting import until
 
+if TYPE_CHECKING:  # these load torch, which tests of simulated workers need not
+    from draft_worker.worker import DraftWorker
+    from target_worker.worker import TargetWorker
+
 MAX_CONTEXT = 64
-SMALLEST = LlamaConfig(
-    vocab_size=262,
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=128,
-    bos_token_id=260,
-    eos_token_id=261,
-    initializer_range=0.3,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +70,11 @@ async def stack(
     folder: Path, *target_flags: str, model: Path | None = None, draft_model: Path | None = None
 ) -> AsyncIterator[Stack]:
     """Run all services for the duration of the block. The draft's model is the target's by default."""
+    import_torch()
+    from draft_worker.worker import DraftWorker
+    from loadtest.common.tiny_model import SMALLEST, save_model
+    from target_worker.worker import TargetWorker
+
     model = model or save_model(folder / "smallest", SMALLEST)
     flags = ["--dtype", "float32", "--threads", "1", "--max-nodes", "32", "--max-context", str(MAX_CONTEXT)]
     of_target = ["--model", str(model), "--resident-layers", "0", "--metrics-port", "-1", *target_flags]

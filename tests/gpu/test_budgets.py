@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loadtest.common.packed_model import pack
-from tests.conftest import save_model
+from loadtest.common.tiny_model import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import Notes, device, notes, pretending
 from tests.fakes.model.families import FAMILIES

@@ -18,7 +18,7 @@ from bough.model.running import runner
 from bough.model.running.runner import Captured, ResidentModel
 from draft_worker.model.sources import with_weights
 from loadtest.common.packed_model import pack
-from tests.conftest import save_model
+from loadtest.common.tiny_model import save_model
 from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.fakes.model.families import FAMILIES, MIXTURES, of_two_layers
 from tests.fakes.model.packed_files import in_words

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from bough.model.running.device import working_on
+from loadtest.common.tiny_model import save_model
 from target_worker.kv.kv_offload import _Stage
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.streams import DeviceEvent
-from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, kernel, notes, pretending
 from tests.fakes.gpu.pretend_streams import NEVER, PretendedStreams

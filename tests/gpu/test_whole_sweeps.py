@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 from bough.model.gpu import unpack_triton
 from bough.model.loading.loading import can_wait
 from loadtest.common.packed_model import pack
+from loadtest.common.tiny_model import TINY, save_model
 from target_worker.link.layer_extents import LayerExtents
-from tests.conftest import TINY, save_model
 from tests.fakes.gpu import unpacking
 from tests.fakes.gpu.device_sweeps import (
     Where,

@@ -39,8 +39,9 @@ from bough.rpc.services import DRAFT, TARGET, stub_of
 from bough.rpc.status_map import HASH_KEY, LENGTH_KEY, MAX_MESSAGE_BYTES
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import Scheme
+from loadtest.common.tiny_model import TINY, save_model
+from loadtest.common.tiny_tokenizer import save_tokenizer
 from target_worker.identity.code_hash import code_hash
-from tests.conftest import TINY, save_model, save_tokenizer
 from tests.fakes.waiting import PATIENCE_SECONDS, until
 
 START_SECONDS = 60.0

@@ -16,9 +16,10 @@ from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Growth, Guess, Scheme, StaticShape, TreePlan
-from loadtest.common.tiny_model import save_model, save_tokenizer, save_weights
+from loadtest.common.tiny_model import SMALLEST, save_model, save_weights
+from loadtest.common.tiny_tokenizer import save_tokenizer
 from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, new_engine
-from tests.fakes.stack import SMALLEST, Stack, stack
+from tests.fakes.stack import Stack, stack
 
 NARROW, WIDE = SMALLEST.vocab_size, SMALLEST.vocab_size + 50
 SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4, 4))

@@ -14,7 +14,7 @@ from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.tokenization.chat_template import ChatTemplate
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from tests.conftest import save_tokenizer
+from loadtest.common.tiny_tokenizer import save_tokenizer
 
 LLAMA_3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "

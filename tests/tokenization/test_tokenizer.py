@@ -12,7 +12,7 @@ from bough.errors import BoughError, InvalidRequest
 from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from tests.conftest import save_tokenizer
+from loadtest.common.tiny_tokenizer import save_tokenizer
 
 
 def with_template(folder: Path, template: str) -> Tokenizer:

@@ -34,8 +34,8 @@ from bough.sizing.cost_model import ExpertWork, Speed, Speeds, SweepModel, Work,
 from bough.sizing.placement import Budgets, Fixed, Placement, Tier, gigabytes, place
 from bough.sizing.row_counts import RowCounts
 from loadtest.common.packed_model import pack
+from loadtest.common.tiny_model import save_model
 from target_worker.link.layer_extents import plan_layer
-from tests.conftest import save_model
 from tests.fakes.model.headers import write_headers
 
 LLAMA_70B = {

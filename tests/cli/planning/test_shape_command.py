@@ -20,8 +20,8 @@ from bough.trees.acceptance import acceptance_from
 from bough.trees.optimal_tree import expected_tokens
 from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree_plan import Scheme, StaticShape
-from loadtest.common.tiny_model import save_model
-from tests.fakes.stack import SMALLEST, stack
+from loadtest.common.tiny_model import SMALLEST, save_model
+from tests.fakes.stack import stack
 
 DATA = Path(__file__).parents[3] / "loadtest" / "data"
 MEASURED = str(DATA / "acceptance-measured.json")

@@ -36,7 +36,7 @@ from draft_worker.engine.session_pool import SessionPool
 from draft_worker.model.model_draft import NUM_CONSIDERED, ModelDraft
 from draft_worker.model.sources import load_draft
 from draft_worker.worker import DraftWorker
-from tests.conftest import save_model
+from loadtest.common.tiny_model import save_model
 from tests.fakes.draft import grow_call, grow_now, started
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.models import CPU

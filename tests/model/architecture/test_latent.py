@@ -14,7 +14,7 @@ from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.model.loading.loading import build_skeleton
 from bough.model.sizes.memory_budget import fixed_bytes
 from bough.trees.tree_plan import MAX_EXPANSIONS
-from tests.conftest import save_model
+from loadtest.common.tiny_model import save_model
 from tests.fakes.gpu.device_sweeps import on_cpu
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.model.packed_files import rewrite, stored_as, tensors_of

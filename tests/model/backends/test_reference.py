@@ -15,7 +15,7 @@ from bough.model.batch.state_steps import chain_steps
 from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.model.quant.formats import SAMPLES
-from tests.conftest import TINY, save_model
+from loadtest.common.tiny_model import TINY, save_model
 from tests.fakes.model.families import random_tree
 from tests.fakes.models import CPU, new_slot, streamed
 

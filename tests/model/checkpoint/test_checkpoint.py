@@ -21,8 +21,8 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import fetch, resolve
 from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 from bough.model.loading.loading import build_skeleton
+from loadtest.common.tiny_model import save_model
 from target_worker.link.layer_extents import ALIGNMENT, plan_layer
-from tests.conftest import save_model
 
 
 @pytest.fixture

@@ -43,8 +43,8 @@ from bough.model.sizes.model_sizes import find_model, model_shapes
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree import Tree
 from draft_worker.model.sources import load_draft
+from loadtest.common.tiny_model import save_model
 from loadtest.peers.gguf import permuted
-from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_close, three_sweeps
 from tests.fakes.model.gguf_files import finish, random_blocks, values_of, write_gguf
 from tests.fakes.model.packed_files import TOKENS, rewrite

@@ -19,7 +19,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import fetch, load_tokenizer_files, resolve
 from bough.model.loading.loading import build_skeleton
 from bough.model.sizes.model_sizes import find_model
-from tests.conftest import save_model
+from loadtest.common.tiny_model import save_model
 from tests.fakes.model.gguf_files import finish, write_gguf
 from tests.fakes.model.packed_files import rewrite, tensors_of
 from tests.model.checkpoint.test_gguf import MODELS

@@ -26,7 +26,7 @@ from bough.model.llama.weights import code_rows, num_blocks
 from bough.model.running.runner import ResidentModel
 from bough.trees.tree import Tree
 from draft_worker.model.sources import load_draft
-from tests.conftest import TINY, save_model
+from loadtest.common.tiny_model import TINY, save_model
 from tests.fakes.model.llama import CONTEXT, FAMILIES, SIZES, TREE, perturbed
 from tests.fakes.models import CPU
 from tests.fakes.products import project

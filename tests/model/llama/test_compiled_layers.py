@@ -16,8 +16,8 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.cpu.linear import can_multiply
 from loadtest.common.inline_streams import InlineStreams
 from loadtest.common.packed_model import pack
+from loadtest.common.tiny_model import TINY, save_model
 from target_worker.sweep import streamed_model
-from tests.conftest import TINY, save_model
 from tests.fakes.model.llama import CONTEXT, FAMILIES, SIZES, TREE, perturbed
 from tests.fakes.models import CPU, new_slot, plain_logits, streamed
 

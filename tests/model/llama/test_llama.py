@@ -14,7 +14,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.loading import build_skeleton
 from bough.model.running.runner import ResidentModel
-from tests.conftest import TINY, save_model
+from loadtest.common.tiny_model import TINY, save_model
 from tests.fakes.model.llama import CONTEXT, FAMILIES, SIZES, TREE, perturbed
 from tests.fakes.models import CPU
 

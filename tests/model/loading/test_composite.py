@@ -30,7 +30,7 @@ from bough.model.loading.loading import build_skeleton
 from bough.model.sizes.model_sizes import find_model, model_shapes
 from bough.trees.tree import Tree
 from loadtest.common.packed_model import pack
-from tests.conftest import save_tokenizer
+from loadtest.common.tiny_tokenizer import save_tokenizer
 from tests.fakes.model.families import COMMON, LINEAR
 from tests.fakes.models import CPU, new_slot, streamed
 

@@ -26,7 +26,7 @@ from bough.model.running.runner import ResidentModel
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
 from bough.trees.tree import Tree
 from draft_worker.model.sources import kept_layers
-from tests.conftest import save_model
+from loadtest.common.tiny_model import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_close, three_sweeps
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.model.packed_files import raw_parts, rewrite, tensors_of

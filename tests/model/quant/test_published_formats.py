@@ -22,8 +22,8 @@ from bough.model.loading.loading import build_skeleton, logical_sources
 from bough.model.quant.formats import FORMATS as REGISTERED
 from bough.model.quant.formats import format_of
 from bough.model.sizes.model_sizes import find_model, model_shapes
+from loadtest.common.tiny_model import save_model
 from target_worker.link.layer_extents import plan_layer
-from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_close, three_sweeps
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.model.packed_files import MIXTRAL, raw_parts, rewrite, stored_as, tensors_of

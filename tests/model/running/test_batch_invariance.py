@@ -16,9 +16,9 @@ from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.path_spans import Paths
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
+from loadtest.common.tiny_model import save_model
 from loadtest.gpu.reference import attend_by_mask, attend_on_cpu
 from target_worker.sweep.streamed_model import StreamedModel
-from tests.conftest import save_model
 from tests.fakes.model.families import FAMILIES, of_two_layers, random_tree
 from tests.fakes.models import CPU, decode, new_slot, plain_logits, streamed
 

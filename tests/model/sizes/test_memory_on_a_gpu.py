@@ -20,7 +20,7 @@ from bough.model.sizes import memory_budget
 from bough.model.sizes.memory_budget import budgets, device_budget, other_devices, with_kv_memory
 from bough.model.sizes.model_sizes import find_model, model_shapes
 from bough.sizing.placement import HOST_SLABS, Budgets, Fixed, Placement, Tier, place, place_with
-from tests.conftest import TINY, save_model
+from loadtest.common.tiny_model import TINY, save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.model.headers import write_headers

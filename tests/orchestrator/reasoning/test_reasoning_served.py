@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Tokenizer
 from bough.client import Client
 from bough.errors import InvalidRequest
 from bough.protocol.generation import ChatPrompt, Constraint, Finished, GenerateOptions, Message, Resume, Tokens
-from loadtest.common.tiny_model import save_model
 from orchestrator.http_api.app import http_app
 from orchestrator.serving.tenants import Callers
-from tests.fakes.stack import SMALLEST, Stack, stack
+from tests.fakes.stack import Stack, stack
+from tests.fakes.torch_imports import import_torch
 
 pytestmark = pytest.mark.slow  # running services are called
 Json = dict[str, Any]
@@ -36,6 +36,9 @@ HI: Json = {"role": "user", "content": "Hi"}
 
 @pytest.fixture(scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    import_torch()
+    from loadtest.common.tiny_model import SMALLEST, save_model
+
     folder = tmp_path_factory.mktemp("reasoning")
     model = save_model(folder / "model", SMALLEST)
     file = model / "tokenizer.json"

@@ -16,6 +16,7 @@ from bough.errors import ConfigError
 from bough.sizing.placement import Budgets, Fixed, Tier, place_with_expert_cache
 from loadtest.common.inline_streams import InlineStreams
 from loadtest.common.packed_model import pack
+from loadtest.common.tiny_model import save_model
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_loaders import ExpertCopies
 from target_worker.experts.expert_store import ExpertStore
@@ -24,7 +25,6 @@ from target_worker.link.layer_extents import LayerExperts, sizes_of
 from target_worker.link.link_stats import CopyStats
 from target_worker.sweep.tiers import numbered
 from tests.cli.planning.test_plan import run
-from tests.conftest import save_model
 from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.models import streamed

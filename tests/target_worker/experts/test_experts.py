@@ -22,6 +22,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.placement import Budgets, ExpertSizes, Fixed, SeparateExperts, Tier, place_with_expert_cache
 from bough.trees.tree import Tree
 from loadtest.common.packed_model import pack
+from loadtest.common.tiny_model import save_model
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_loaders import ExpertReads
 from target_worker.experts.expert_store import ExpertStore
@@ -30,7 +31,6 @@ from target_worker.link.layer_extents import LayerExperts, plan_apart, sizes_of
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.worker import TargetWorker
 from tests.cli.planning.test_plan import run
-from tests.conftest import save_model
 from tests.fakes.model.families import FAMILIES, of_two_layers, random_tree
 from tests.fakes.models import CPU, new_slot, plain_logits, streamed
 

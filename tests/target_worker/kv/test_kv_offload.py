@@ -23,9 +23,9 @@ from bough.model.kv.session_kv import KVArena, KVShape, KVSlot
 from bough.sizing.row_counts import RowCounts
 from bough.trees.tree import Tree
 from loadtest.common.inline_streams import InlineStreams
+from loadtest.common.tiny_model import TINY, save_model
 from target_worker.kv.kv_offload import OffloadedKV
 from target_worker.worker import TargetWorker
-from tests.conftest import TINY, save_model
 from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.models import CPU, streamed
 

@@ -18,10 +18,10 @@ from bough.model.kv.session_kv import KVArena
 from bough.model.kv.states import LayerState
 from bough.model.sizes.target_limits import TargetLimits
 from bough.trees.tree import Tree
+from loadtest.common.tiny_model import save_model
 from target_worker.kv.slot_index import SessionSlot, Text
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.sweep.streamed_model import StreamedModel
-from tests.conftest import save_model
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.models import CPU, new_slot, streamed
 from tests.fakes.target import Clock

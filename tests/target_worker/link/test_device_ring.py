@@ -17,8 +17,8 @@ from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
 from loadtest.common.inline_streams import InlineStreams
 from loadtest.common.packed_model import pack
+from loadtest.common.tiny_model import TINY, save_model
 from target_worker.link.device_ring import DeviceRing
-from tests.conftest import TINY, save_model
 from tests.fakes.gpu.late_device import FakeEvent, FakeStreams
 from tests.fakes.gpu.pretend import EagerMode
 from tests.fakes.models import new_slot, plain_logits, streamed

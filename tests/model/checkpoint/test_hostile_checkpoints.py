@@ -18,7 +18,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import cached, is_hub_id, load_tokenizer_files
 from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 from bough.model.sizes.model_sizes import find_model
-from tests.conftest import TINY, save_model
+from loadtest.common.tiny_model import TINY, save_model
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("bough", "orchestrator", "target_worker", "draft_worker", "deploy")
