@@ -71,15 +71,6 @@ async def test_it_serves_until_the_stop_event_and_leaves_signals_alone(stage: St
             await finish(orchestrator.callers.tenant(()))
 
 
-async def test_two_of_them_live_in_one_event_loop(stage: Stage) -> None:
-    stop = asyncio.Event()
-    async with assembled(config_of(stage), stop) as one, assembled(config_of(stage), stop) as other:
-        await until(lambda: one.is_ready and other.is_ready)
-        assert one.port != other.port
-        for orchestrator in (one, other):
-            assert isinstance((await finish(orchestrator.callers.tenant(())))[-1], Finished)
-
-
 async def test_told_to_stop_before_the_index_answers_it_does_not_begin(stage: Stage) -> None:
     stop = asyncio.Event()
     nowhere = replace(config_of(stage), index_url="redis://127.0.0.1:1")
@@ -92,24 +83,6 @@ async def test_told_to_stop_before_the_index_answers_it_does_not_begin(stage: St
 
 
 # Draining
-
-
-async def test_draining_lets_a_caller_without_grpc_finish(stage: Stage) -> None:
-    stage.target.may_answer.clear()
-    stop = asyncio.Event()
-    async with assembled(config_of(stage), stop) as orchestrator:
-        await until(lambda: orchestrator.is_ready)
-        serving = asyncio.create_task(orchestrator.serve(stop))
-        running = asyncio.create_task(finish(orchestrator.callers.tenant(())))
-        await until(lambda: stage.target.asked)
-        stop.set()
-        await until(lambda: orchestrator.requests.admission.is_closed)
-        with pytest.raises(Unavailable, match="draining"):
-            await finish(orchestrator.callers.tenant(()))
-        assert not serving.done()
-        stage.target.may_answer.set()
-        assert isinstance((await running)[-1], Finished)
-        await serving
 
 
 async def test_a_successor_has_its_ports_while_it_drains(stage: Stage) -> None:

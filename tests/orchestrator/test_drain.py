@@ -13,17 +13,22 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bough.client import Client
 from bough.errors import BoughError, NoAnswer, Unavailable
+from bough.pb import generation_pb2
 from bough.processes.worker_process import drain_worker
-from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt, Tokens
+from bough.protocol import codec_generation as wire
+from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TextPrompt, Tokens
 from bough.rpc.drain import BETWEEN_CALLS_SECONDS, Drainer, SessionGate
-from bough.rpc.server import serving
+from bough.rpc.server import open_channel, serving
+from bough.rpc.services import GENERATION, stub_of
+from orchestrator.service import GenerationService
 from tests.conftest import pipeline, settings
-from tests.fakes.stage import Stage
+from tests.fakes.stage import TOKEN, FakeTarget, Stage, orchestrating, staged
 from tests.fakes.waiting import until
 
 PROMPT = TextPrompt("hello")
@@ -91,14 +96,6 @@ async def begun(stage: Stage, client: Client, options: GenerateOptions = SHORT) 
     return task
 
 
-@pytest.mark.pipeline
-async def test_an_idle_orchestrator_ends_at_once(stage: Stage) -> None:
-    async with program(stage, "--drain-seconds", "600") as orchestrator:
-        orchestrator.process.send_signal(signal.SIGTERM)
-        assert await orchestrator.ended(60.0) == 0
-    assert {record.kind for record in await stage.registry.workers()} == {"target"}
-
-
 async def is_gone(client: Client) -> bool:
     """Whether nobody answers at its port."""
     try:
@@ -127,18 +124,6 @@ async def test_what_has_come_in_finishes_and_nothing_new_comes_in(stage: Stage) 
         for each in (running, waiting):  # to who waits for a turn over HTTP a refusal would be a failed request
             assert (await each).usage.completion_tokens == 3
         assert await orchestrator.ended() == 0
-
-
-@pytest.mark.pipeline
-async def test_what_does_not_finish_in_time_is_told_so_and_freed(stage: Stage) -> None:
-    stage.target.may_answer.clear()
-    async with program(stage, "--drain-seconds", "0.5") as orchestrator:
-        running = await begun(stage, orchestrator.client)
-        orchestrator.process.send_signal(signal.SIGTERM)
-        with pytest.raises(Unavailable, match=r"draining.*; this call was cut off, and can be resumed"):
-            await running
-        assert await orchestrator.ended() == 0
-    assert stage.target.cancelled == stage.target.released == stage.target.asked
 
 
 @pytest.mark.pipeline
@@ -294,3 +279,48 @@ async def test_what_is_cut_off_is_unavailable_and_what_its_caller_leaves_is_canc
     with pytest.raises(Unavailable, match="draining; this call was cut off"):
         await cut
     assert cut.cancelling() == 0
+
+
+NUM_TOKENS = 60
+
+
+@pytest.mark.slow
+async def test_a_stream_outlives_its_connections_age_and_new_calls_go_over_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's connection to the orchestrator, and the orchestrator's to the target, which is called each round."""
+    peers, target_peers = [], []
+    get_loads, verify = GenerationService.GetLoads, FakeTarget.Verify
+
+    async def noted(self: GenerationService, request: Any, context: Any) -> generation_pb2.Loads:
+        peers.append(context.peer())
+        return await get_loads(self, request, context)
+
+    async def noted_verify(self: FakeTarget, request: Any, context: Any) -> Any:
+        target_peers.append(context.peer())
+        return await verify(self, request, context)
+
+    monkeypatch.setattr(GenerationService, "GetLoads", noted)
+    monkeypatch.setattr(FakeTarget, "Verify", noted_verify)
+    options = GenerateOptions(max_tokens=NUM_TOKENS, temperature=0.0)
+    async with (
+        staged(tmp_path, max_connection_age=0.5) as stage,
+        orchestrating(stage, "--max-connection-age", "0.5") as orchestrator,
+        open_channel(orchestrator.address) as channel,
+    ):
+        stage.target.sweep_seconds = 0.05
+        stub = stub_of(GENERATION, channel)
+        call = stub.Generate(wire.request_to_wire(TextPrompt("hello"), options))
+        events = []
+        async for message in call:
+            events.append(wire.event_from_wire(message))
+            await stub.GetLoads(generation_pb2.GetLoadsRequest())
+        assert isinstance(events[0], Started)
+        tokens = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+        assert tokens == [TOKEN] * NUM_TOKENS
+        end = events[-1]
+        assert isinstance(end, Finished)
+        assert (end.num_failovers, end.warnings) == (0, ())
+        assert call.done()
+    assert len(set(peers)) > 1, "the channel has connected anew while the stream went on"
+    assert len(set(target_peers)) > 1

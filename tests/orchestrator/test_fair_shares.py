@@ -10,11 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bough.protocol.generation import GenerateOptions
 from orchestrator.http_api import body
 from tests.fakes.http_stack import error_of
-from tests.fakes.waiting import PATIENCE_SECONDS, until
-from tests.orchestrator.test_keys_at_the_doors import ALICE, BOB, BODY, PROMPT, Guarded, answer, guarded, refusal
+from tests.fakes.waiting import PATIENCE_SECONDS
+from tests.orchestrator.test_keys_at_the_doors import ALICE, BOB, BODY, Guarded, answer, guarded, refusal
 
 pytestmark = pytest.mark.slow  # running services are called
 PATH = "/v1/completions"
@@ -79,15 +78,3 @@ async def test_refused_callers_are_counted(tmp_path: Path) -> None:
         if line.startswith("bough_request_failures_total")
     }
     assert (told["KeyLimit"], told["Unauthenticated"], told["Exhausted"]) == (1, 2, 0)
-
-
-async def test_a_request_whose_caller_leaves_is_counted_as_one_that_was_aborted(tmp_path: Path) -> None:
-    """It was counted nowhere, as was one that an unexpected error ended."""
-    async with guarded(tmp_path) as door, door.client(ALICE) as alice:
-        totals = door.orchestrator.requests.totals
-        async for _ in (stream := alice.generate(PROMPT, GenerateOptions(max_tokens=200, ignore_eos=True))):
-            break
-        await stream.aclose()
-        await until(lambda: totals.finished["abort"])
-        await answer(alice)
-        assert totals.finished == {"abort": 1, "length": 1}

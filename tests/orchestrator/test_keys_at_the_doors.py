@@ -317,6 +317,7 @@ async def test_choices_count_as_requests_of_the_key(tmp_path: Path) -> None:
         assert len(door.stage.target.asked) == 1
         door.stage.target.may_answer.set()
         await running
+        await until(lambda: not door.orchestrator.requests.loads().num_requests_running)
         assert (await http.post("/v1/completions", json=BODY | {"n": 3})).status_code == 200
 
 

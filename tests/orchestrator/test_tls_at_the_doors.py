@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from bough.client import Client
-from bough.errors import ConfigError, Unavailable
+from bough.errors import Unavailable
 from bough.health.__main__ import status_of
 from bough.protocol.generation import Finished, Started
 from bough.registry.records import WorkerRecord
@@ -242,11 +242,6 @@ async def test_a_client_has_its_new_authority_after_a_failure(door: Door, tmp_pa
         STRANGER.write(tmp_path)
         async with Client("127.0.0.1:1", door.address, patience_seconds=0.0, certificates=files) as other:
             assert await other.models()
-
-
-def test_what_is_no_certificate_is_no_clients() -> None:
-    with pytest.raises(ConfigError, match="--tls-ca: /none must be a file that can be read"):
-        Client("127.0.0.1:1", certificates=CertificateFiles(authority="/none"))
 
 
 async def test_workers_are_called_over_tls_alone_where_there_is_an_authority(

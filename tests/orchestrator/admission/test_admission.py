@@ -106,16 +106,6 @@ async def test_places_are_given_in_order_of_arrival(party: Party) -> None:
     assert guests.placed[-2:] == [6, 7]  # and all places are there again
 
 
-async def test_whoever_leaves_the_queue_is_not_waited_for(party: Party) -> None:
-    guests = party(Admission(1, 10))
-    await guests.come(0, 1, 2)
-    await guests.cancel(1)
-    assert guests.admission.num_waiting == 1
-    await guests.leave(0)
-    await asyncio.sleep(0)
-    assert guests.placed == [0, 2]
-
-
 async def test_a_turn_that_comes_as_its_caller_goes_is_not_lost(party: Party) -> None:
     """The future has its result, and the task that waits for it is cancelled before it runs."""
     guests = party(Admission(1, 10))

@@ -7,13 +7,15 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from bough.errors import Exhausted, InvalidRequest
+from bough.errors import ContextExceeded, Exhausted, InvalidRequest
+from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
 from bough.protocol.generation import (
@@ -26,6 +28,7 @@ from bough.protocol.generation import (
     TokenPrompt,
 )
 from bough.rpc import server
+from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import StaticShape
 from orchestrator import service
 from orchestrator.admission import call_limiter as module
@@ -39,6 +42,7 @@ from orchestrator.admission.call_limiter import (
     SPARE_CALLS,
     CallLimiter,
 )
+from orchestrator.admission.size_limits import require_room, require_size_for_any
 from tests.fakes.stage import MAX_CONTEXT, PROMPT, SHORT, Stage, finish, orchestrating
 from tests.fakes.waiting import until
 from tests.orchestrator.cluster.test_tokenizer_threads import Held
@@ -153,8 +157,9 @@ async def test_both_doors_have_one_limit(stage: Stage, monkeypatch: pytest.Monke
         await until(lambda: orchestrator.requests.loads().num_requests_running)
         waiting = asyncio.create_task(client.post(url, json=body))
         await until(lambda: orchestrator.requests.loads().num_requests_waiting)
-        refusal = await client.post(url, json=body)
-        assert refusal.status_code == 429
+        refusal = await client.post(url, content=b"{", headers={"content-type": "application/json"})
+        assert refusal.status_code == 429, "before it is decoded, which is no JSON"
+        assert int(refusal.headers["retry-after-ms"]) >= 1000
         assert refusal.json()["error"]["message"].startswith("2 requests run and wait")
         with pytest.raises(Exhausted, match="2 requests run and wait"):
             await finish(orchestrator)
@@ -237,3 +242,20 @@ def test_a_message_may_be_as_large_as_a_context_could_need(context: int, most: i
     else:
         with call_limiter.entering("Generate", MAX_BYTES):  # nothing is known to judge by yet
             pass
+
+
+LIMIT = "--max-context of the target; the model's own limit is 8192"
+
+
+def test_a_limit_that_is_not_the_models_own_is_named(tiny: Path) -> None:
+    """An agent with a first request of 3,000 tokens could not be helped: nothing said what the 2,048 came from."""
+    words = f"this model's maximum context length is 8 tokens, .*; it is limited by {LIMIT}$"
+    with pytest.raises(ContextExceeded, match=words):
+        require_room([1] * 9, 8, LIMIT)
+    with pytest.raises(ContextExceeded, match=words):
+        require_size_for_any(TokenPrompt((1,) * 9), [Tokenizer(load_tokenizer_files(tiny))], 8, LIMIT)
+
+
+def test_the_models_own_limit_needs_no_more_words() -> None:
+    with pytest.raises(ContextExceeded, match=r"for the output$"):
+        require_room([1] * 9, 8)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from unittest.mock import AsyncMock
 
 import pytest
@@ -13,9 +17,16 @@ from bough.errors import NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions
 from bough.registry.records import WorkerLoad, WorkerRecord
 from orchestrator.cluster import directory as module
-from orchestrator.cluster.directory import MOST_MISSING, Directory
+from orchestrator.cluster.directory import (
+    LONGEST_PAUSE_SECONDS,
+    MOST_MISSING,
+    POLL_SECONDS,
+    REMIND_SECONDS,
+    Directory,
+    UnmetWorkers,
+)
 from orchestrator.cluster.served_models import TargetAway, targets_for
-from orchestrator.cluster.worker_clients import TargetClient
+from orchestrator.cluster.worker_clients import IterationLimiter, TargetClient
 from orchestrator.cluster.worker_handle import TargetHandle
 from tests.fakes.fleet import FakeDraft, FakeTarget, Fleet
 from tests.fakes.waiting import PATIENCE_SECONDS, until
@@ -25,6 +36,16 @@ def least_busy(directory: Directory) -> TargetHandle:
     """Of those that would serve a request without a past."""
     targets = targets_for(directory, GenerateOptions(), None, None)
     return min(targets, key=lambda target: target.busyness)
+
+
+async def introduced(fakes: Fleet, *names: str) -> Directory:
+    """A directory that does not poll, and knows targets of these names."""
+    for name in names:
+        await fakes.target(name)
+    directory = Directory(fakes.registry)
+    await directory._refresh()
+    await asyncio.wait(directory._meetings.values())
+    return directory
 
 
 async def test_between_equals_the_one_that_all_together_keep_less_busy(fakes: Fleet) -> None:
@@ -75,10 +96,7 @@ async def test_a_worker_is_forgotten_when_the_index_has_not_named_it_for_a_while
 ) -> None:
     """Looks in a row count, and not the clock: an index may be away for long and come back empty before it hears of
     the workers again, or this process may have been stopped."""
-    await fakes.target("t")
-    directory = Directory(fakes.registry)
-    await directory._refresh()
-    await asyncio.wait(directory._meetings.values())
+    directory = await introduced(fakes, "t")
     assert directory.has_target
     named = await fakes.registry.workers()
     for answers in ([[]] * MOST_MISSING, [named], [[]] * MOST_MISSING):
@@ -131,10 +149,7 @@ async def test_a_target_is_known_to_be_usable_while_the_index_is_away(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a target that ends while the index is away has no time to come back."""
-    await fakes.target("t")
-    directory = Directory(fakes.registry)
-    await directory._refresh()
-    await asyncio.wait(directory._meetings.values())
+    directory = await introduced(fakes, "t")
     before = directory.last_usable(lambda _: True)
     monkeypatch.setattr(fakes.registry, "workers", AsyncMock(side_effect=Unavailable("away")))
     await directory._refresh()
@@ -143,10 +158,7 @@ async def test_a_target_is_known_to_be_usable_while_the_index_is_away(
 
 async def test_without_any_target_a_request_waits_for_the_one_that_serves_any_of_the_models(fakes: Fleet) -> None:
     """Whether it must name one is seen when they are back."""
-    await fakes.target("t")
-    directory = Directory(fakes.registry)
-    await directory._refresh()
-    await asyncio.wait(directory._meetings.values())
+    directory = await introduced(fakes, "t")
     handle = directory.targets[0]
     for name in "ab":
         directory._see(replace(handle, info=replace(handle.info, model_name=name, model_fingerprint=name)))
@@ -158,23 +170,10 @@ async def test_without_any_target_a_request_waits_for_the_one_that_serves_any_of
 
 
 async def test_a_target_of_another_release_is_not_waited_for(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    await fakes.target("t")
     monkeypatch.setattr(module, "PROTOCOL_VERSION", -1)
-    directory = Directory(fakes.registry)
-    await directory._refresh()
-    await asyncio.wait(directory._meetings.values())
+    directory = await introduced(fakes, "t")
     assert "t: it speaks protocol version" in directory.why_no_target()
     assert not directory.seen
-
-
-async def introduced(fakes: Fleet, *names: str) -> Directory:
-    """A directory that does not poll, and knows targets of these names."""
-    for name in names:
-        await fakes.target(name)
-    directory = Directory(fakes.registry)
-    await directory._refresh()
-    await asyncio.wait(directory._meetings.values())
-    return directory
 
 
 async def test_no_request_begins_at_a_target_that_is_about_to_be_forgotten(
@@ -223,3 +222,141 @@ async def test_no_session_begins_at_a_draft_worker_that_leaves_while_another_is_
     assert directory.draft(target, "old", "b") is leaving, "with the session's KV, for as long as it answers"
     busy.problem = "gone"
     assert directory.draft(target, "new", "") is leaving
+
+
+RECORD = WorkerRecord("target", "t", "10.0.0.1:7413")
+
+
+class Clock:
+    """Stands still but when told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def attempts(unmet: UnmetWorkers, clock: Clock, seconds: float) -> list[float]:
+    """When a worker that never answers is tried, by an orchestrator that polls."""
+    found, end = [], clock.now + seconds
+    while clock.now < end:
+        if unmet.may_try(RECORD):
+            found.append(clock.now)
+            unmet.failed(RECORD, Unavailable("it does not answer"))
+        clock.now += POLL_SECONDS
+    return found
+
+
+def test_it_is_tried_ever_more_seldom_and_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    """It was tried at each poll for ever, with a line in the log each time."""
+    clock, hour = Clock(), 3600.0
+    found = attempts(UnmetWorkers(clock), clock, hour)
+    assert found[:2] == [0.0, POLL_SECONDS], "one that has just started is soon there"
+    pauses = [after - before for before, after in pairwise(found)]
+    assert max(pauses) <= LONGEST_PAUSE_SECONDS + POLL_SECONDS
+    assert min(pauses[10:]) >= LONGEST_PAUSE_SECONDS / 2
+    assert len(set(pauses[10:])) > 1, "orchestrators that failed together do not try together"
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "t is registered at 10.0.0.1:7413, but could not be met (attempt 1): it does not answer"
+    assert len(lines) <= 1 + hour / REMIND_SECONDS
+
+
+def test_what_the_index_says_anew_of_it_is_tried_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    unmet = UnmetWorkers(clock)
+    attempts(unmet, clock, 60.0)
+    unmet.failed(RECORD, Unavailable("it does not answer"))
+    assert not unmet.may_try(replace(RECORD, load=WorkerLoad(2, 1))), "its load is no news"
+    assert unmet.may_try(replace(RECORD, address="10.0.0.2:7413"))
+    unmet.keep_listed([RECORD])
+    assert unmet.problems("target") == {"t": "it does not answer"}
+    assert unmet.problems("draft") == {}
+    assert not unmet.may_try(RECORD)
+    for is_new in (lambda: unmet.keep_listed([]), lambda: unmet.met(RECORD)):
+        is_new()
+        assert unmet.may_try(RECORD)
+        assert unmet.problems("target") == {}
+        caplog.clear()
+        unmet.failed(RECORD, Unavailable("it does not answer"))
+        assert "(attempt 1)" in caplog.text
+        assert not unmet.may_try(RECORD)
+
+
+def test_a_fault_of_ours_is_logged_with_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    unmet = UnmetWorkers(Clock())
+    for _ in range(2):
+        unmet.failed(RECORD, ZeroDivisionError())
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.exc_info is not None
+    assert unmet.problems("target") == {"t": "ZeroDivisionError"}
+
+
+async def test_it_is_used_once_it_answers_and_errors_say_why_it_is_not(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two attempts the error said that no target was registered."""
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
+    is_well = False
+
+    class Late(FakeTarget):
+        async def GetServerInfo(self, request: object, context: object) -> object:
+            if not is_well:
+                raise Unavailable("it is still loading")
+            return await super().GetServerInfo(request, context)
+
+    await fakes.worker(Late("late", fakes.tokenizer))
+    directory = Directory(fakes.registry)
+    async with directory.running():
+        await until(lambda: not directory._meetings)
+        assert "late: it does not tell what it serves: it is still loading" in directory.why_no_target()
+        is_well = True
+        await until(lambda: directory.has_target)
+        assert directory._unmet.problems("target") == {}
+
+
+async def test_who_comes_alone_does_not_wait() -> None:
+    """With few streams the limiter must cost nothing, not even one iteration of the event loop."""
+    limiter, is_next_iteration = IterationLimiter(2), asyncio.Event()
+    asyncio.get_running_loop().call_soon(is_next_iteration.set)
+    await limiter.acquire()
+    await limiter.acquire()
+    assert not is_next_iteration.is_set()
+
+
+async def test_a_burst_goes_through_a_few_at_a_time_and_in_order() -> None:
+    """Fifty rounds whose verdicts come together must not hold up the event loop until the last of them is done."""
+    limiter, loop = IterationLimiter(3), asyncio.get_running_loop()
+    iteration, passed = 0, list[tuple[int, int]]()
+
+    def count() -> None:
+        nonlocal iteration
+        iteration += 1
+        if len(passed) < 50:
+            loop.call_soon(count)
+
+    async def come(number: int) -> None:
+        await limiter.acquire()
+        passed.append((number, iteration))
+
+    loop.call_soon(count)
+    await asyncio.gather(*map(come, range(50)))
+    assert [number for number, _ in passed] == list(range(50))
+    assert max(Counter(when for _, when in passed).values()) == 3
+    assert passed[-1][1] - passed[0][1] >= 16
+
+
+async def test_who_is_cancelled_while_waiting_takes_nobodys_turn() -> None:
+    """Clients that hang up in a burst leave their turns to the others."""
+    limiter = IterationLimiter(1)
+    tasks = [asyncio.create_task(limiter.acquire()) for _ in range(5)]
+    await asyncio.sleep(0)
+    for task in tasks[1:4]:
+        task.cancel()
+    async with asyncio.timeout(5):
+        await asyncio.gather(tasks[0], tasks[4])
+    for task in tasks[1:4]:
+        with suppress(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+    await limiter.acquire()

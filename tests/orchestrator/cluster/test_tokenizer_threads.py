@@ -35,38 +35,33 @@ class Held:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "prompt"),
+    ("owner", "name", "prompt", "continues"),
     [
-        (Tokenizer, "_encode", TextPrompt("hello")),
-        (ChatTemplate, "render", ChatPrompt((Message("user", "hello"),))),
+        (Tokenizer, "_encode", TextPrompt("hello"), False),
+        (Tokenizer, "_encode", TextPrompt("hello"), True),
+        (ChatTemplate, "render", ChatPrompt((Message("user", "hello"),)), False),
     ],
 )
 async def test_streams_go_on_while_a_prompt_is_made_into_tokens(
-    orchestrator: Orchestrator, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, prompt: Prompt
+    orchestrator: Orchestrator,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    prompt: Prompt,
+    continues: bool,
 ) -> None:
+    options = replace(SHORT, session_id="kept", continues=continues)
+    if continues:
+        await finish(orchestrator, TokenPrompt((1, 2)), replace(SHORT, session_id="kept"))
     function = getattr(owner, name)
     held = Held(function)
     monkeypatch.setattr(owner, name, lambda self, *args, **kwargs: held(self, *args, **kwargs))
-    slow = asyncio.create_task(finish(orchestrator, prompt))
+    slow = asyncio.create_task(finish(orchestrator, prompt, options))
     await until(held.has_begun.is_set)
     assert (await finish(orchestrator, TokenPrompt((1, 2)))).usage.completion_tokens == 3
     assert not slow.done()
     held.may_go_on.set()
-    assert (await slow).usage.prompt_tokens == 5
-
-
-async def test_a_continued_turn_is_made_into_tokens_beside_the_streams_too(
-    orchestrator: Orchestrator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = replace(SHORT, session_id="kept")
-    await finish(orchestrator, TokenPrompt((1, 2)), kept)
-    held = Held(Tokenizer._encode)
-    monkeypatch.setattr(Tokenizer, "_encode", lambda self, *args, **kwargs: held(self, *args, **kwargs))
-    slow = asyncio.create_task(finish(orchestrator, TextPrompt("more"), replace(kept, continues=True)))
-    await until(held.has_begun.is_set)
-    assert (await finish(orchestrator, TokenPrompt((1, 2)))).usage.completion_tokens == 3
-    held.may_go_on.set()
-    assert (await slow).usage.prompt_tokens == 2 + 3 + 4
+    assert (await slow).usage.prompt_tokens == (2 + 3 + 5 if continues else 5)
 
 
 async def test_workers_with_equal_tokenizers_share_one(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

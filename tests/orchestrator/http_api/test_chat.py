@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -194,23 +193,6 @@ async def test_a_session_is_kept_by_its_header_or_its_field(door: HttpStack, way
     second = (await door.post(PATH, body | {"messages": messages}, **ways)).json()
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] // 2
     assert await door.stack.registry.load_session(name) is not None
-
-
-async def test_without_a_session_a_conversation_finds_what_is_held_of_it(door: HttpStack) -> None:
-    messages: list[Json] = [{"role": "user", "content": "nobody names this one " * 20}]
-    first = await door.answer(PATH, BODY | {"messages": messages})
-    messages += [first["choices"][0]["message"], {"role": "user", "content": "And now?"}]
-    second = await door.answer(PATH, BODY | {"messages": messages})
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] // 2
-
-
-async def test_what_does_not_change_the_answer_is_ignored(door: HttpStack) -> None:
-    ignored: dict[str, Any] = {
-        "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True,
-        "prompt_cache_key": "k", "safety_identifier": "s", "verbosity": "low", "reasoning_effort": "low",
-        "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "top_k": -1, "stop": None, "n": None,
-    }  # fmt: skip
-    assert text_of(await door.answer(PATH, BODY | ignored)) == text_of(await door.answer(PATH, BODY))
 
 
 async def test_answers_carry_the_client_s_request_id_or_one_of_their_own(door: HttpStack, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from orchestrator.admission.admission import Admission
 from orchestrator.cluster.tokenizer_threads import NUM_THREADS
 from orchestrator.opening import opening
 from orchestrator.opening.prompt import whole_prompt
-from orchestrator.serving import tenants
 from orchestrator.serving.tenants import Callers
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
 from tests.fakes.waiting import until
@@ -96,16 +95,6 @@ async def test_choices_that_have_not_begun_are_counted_by_what_they_hold(
         assert (loads.num_requests_running, loads.num_requests_waiting) == (1, 2)
         loads = await client.loads()
         assert (loads.num_requests_running, loads.num_requests_waiting) == (0, 0)
-
-
-async def test_the_texts_of_a_prompt_are_looked_at_once_for_all_of_its_choices(
-    door: HttpStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All streams waited while a long conversation was gone through for each of a hundred choices."""
-    looked_at: list[Prompt] = []
-    monkeypatch.setattr(tenants, "require_texts", lambda prompt, _: looked_at.append(prompt))
-    await door.answer(COMPLETIONS, TEXT | {"prompt": ["x", "x", "y"], "n": 3, "max_tokens": 1})
-    assert looked_at == [TextPrompt("x"), TextPrompt("x"), TextPrompt("y")]
 
 
 async def test_a_prompt_is_tokenized_once_for_all_of_its_choices(

@@ -85,21 +85,6 @@ async def test_a_client_that_hangs_up_ends_the_call_at_the_target(stage: Stage) 
         await until(lambda: orchestrator.requests.loads().num_requests_running == 0)
 
 
-async def test_a_flood_is_refused_before_it_is_decoded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.admission.call_limiter.SPARE_CALLS", 0)
-    flags = ("--max-running", "1", "--max-waiting", "1")
-    async with assembled(config_of(stage, *flags), asyncio.Event()) as orchestrator, client_of(orchestrator) as client:
-        await until(lambda: orchestrator.is_ready)
-        stage.target.may_answer.clear()
-        asking = [asyncio.create_task(client.post(PATH, json=SHORT)) for _ in range(2)]
-        await until(lambda: orchestrator.requests.loads().num_requests_waiting == 1)
-        response = await client.post(PATH, content=b"{", headers={"content-type": "application/json"})
-        assert response.status_code == 429, "not that it is no JSON: nobody has looked"
-        assert int(response.headers["retry-after-ms"]) >= 1000
-        stage.target.may_answer.set()
-        assert [response.status_code for response in await asyncio.gather(*asking)] == [200, 200]
-
-
 async def test_doctor_and_clients_are_told_where_it_is_or_that_it_is_nowhere(stage: Stage) -> None:
     for flags, is_open in (((), True), (("--http-port", "-1"), False)):
         async with (

@@ -106,6 +106,9 @@ def test_without_thoughts_asked_for_they_are_left_out_and_counted() -> None:
     said = events(INSIDE, ["Hm", ", so."], ["</think>", "4"])
     whole, chunks = answered(said, has_reasoning=False, has_logprobs=True)
     assert whole["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": "4"}
+    empty, _ = answered(events(INSIDE, ["Hm"]), has_reasoning=False)
+    assert empty["choices"][0]["message"]["content"] == "", "null would be refused if it is sent back"
+    require_it_can_be_sent_back(empty)
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
     assert joined(chunks) == {"content": "4"}
     for choices in (
@@ -113,13 +116,6 @@ def test_without_thoughts_asked_for_they_are_left_out_and_counted() -> None:
         [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["logprobs"]],
     ):
         assert sum(len(choice["logprobs"]["content"]) for choice in choices) == 4, "of all tokens"
-
-
-def test_a_message_whose_thoughts_are_left_out_can_be_sent_back() -> None:
-    """Its content was null, which a message has beside calls or thoughts alone."""
-    whole, _ = answered(events(INSIDE, ["Hm"]), has_reasoning=False)
-    assert whole["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": ""}
-    require_it_can_be_sent_back(whole)
 
 
 def require_it_can_be_sent_back(whole: Json) -> None:

@@ -30,7 +30,7 @@ from orchestrator.http_api.answers.answer import Answer, Head
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import ChatAnswer
 from orchestrator.http_api.completions import MAX_ENTRIES, CompletionAnswer, completion_limits
-from orchestrator.http_api.exchange import MANY_ENTRIES, Exchange, scored_first
+from orchestrator.http_api.exchange import Exchange, Indexed, merged, scored_first
 from orchestrator.http_api.fields.generation import CompletionFields, StreamOptions
 from orchestrator.http_api.fields.options import RequestedOutput, choices
 from orchestrator.http_api.responses.answer import ResponseAnswer
@@ -38,7 +38,6 @@ from orchestrator.tools.formats import HERMES
 
 NUM_TOKENS = 200
 POSITION = PositionLogprobs(TokenLogprob(5, -0.5), tuple(TokenLogprob(token, -1.0) for token in range(64)))
-NUM_ENTRIES = (NUM_TOKENS - 1) * 65
 STARTED = Started("r", 1, 0, "m")
 TOKENS = Tokens(
     (5,) * NUM_TOKENS, (True,) * NUM_TOKENS, ("x",) * NUM_TOKENS, (POSITION,) * NUM_TOKENS, 1, 0, RoundTimings(),
@@ -83,21 +82,6 @@ async def answered(prompt_tokens: int, num_choices: int, *, is_stream: bool) -> 
 async def connected() -> Any:
     """Never says that the client has gone."""
     await asyncio.Event().wait()
-
-
-async def test_scores_are_spelled_off_the_event_loop() -> None:
-    whole, stream = [await answered(NUM_TOKENS, 1, is_stream=is_stream) for is_stream in (False, True)]
-    assert NUM_ENTRIES > MANY_ENTRIES
-    for each in (whole, stream):
-        assert each.status == 200
-        assert each.threads
-        assert threading.get_ident() not in each.threads
-    (choice,) = json.loads(whole.body)["choices"]
-    chunks = [json.loads(line[6:]) for line in stream.body.decode().split("\n\n") if line.startswith("data: {")]
-    (told,) = [one["logprobs"] for chunk in chunks for one in chunk["choices"] if one["logprobs"]]
-    assert told == choice["logprobs"]
-    assert {name: len(values) for name, values in told.items()} == dict.fromkeys(told, NUM_TOKENS)
-    assert "☃".encode() in whole.body
 
 
 class TenantOfOne:
@@ -212,3 +196,69 @@ def test_a_stream_keeps_no_log_probabilities(is_stream: bool) -> None:
         assert any(choice["logprobs"] for chunk in chunks for choice in chunk["choices"])
         kept = answer.whole()["choices"][0]["logprobs"]
         assert any(kept.values()) is not is_stream
+
+
+FOR_EVER = 3600.0
+
+
+def event(number: int) -> Event:
+    return Started("", number, 0, "")
+
+
+class Source:
+    """A stream that tells how far it has been read, and whether it was closed."""
+
+    def __init__(self, num: int, error: Exception | None = None, waits_at: int = -1) -> None:
+        self.num_made, self.is_closed, self.may_go_on = 0, False, asyncio.Event()
+        self._num, self._error, self._waits_at = num, error, waits_at
+
+    async def events(self) -> AsyncGenerator[Event]:
+        try:
+            for number in range(self._num):
+                if number == self._waits_at:
+                    await self.may_go_on.wait()
+                self.num_made += 1
+                yield event(number)
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.is_closed = True
+
+
+async def test_every_stream_comes_whole_and_in_order() -> None:
+    sources = [Source(3), Source(0), Source(5)]
+    seen = [one async for one in merged([source.events() for source in sources], FOR_EVER)]
+    for number, source in enumerate(sources):
+        own = [one.event for one in seen if one is not None and one.number == number]
+        assert own == [event(index) for index in range(source.num_made)]
+    assert [source.num_made for source in sources] == [3, 0, 5]
+
+
+async def test_nobody_is_read_further_ahead_than_an_event() -> None:
+    source = Source(100)
+    events = merged([source.events()], FOR_EVER)
+    for taken in range(1, 4):
+        await anext(events)
+        await asyncio.sleep(0.01)
+        assert source.num_made <= taken + 2, "one that waits, and one that is held out"
+    await events.aclose()
+    assert source.is_closed
+
+
+async def test_silence_is_told_and_loses_nothing() -> None:
+    source = Source(2, waits_at=1)
+    events = merged([source.events()], 0.01)
+    assert await anext(events) == Indexed(0, event(0))
+    assert await anext(events) is None
+    assert await anext(events) is None
+    source.may_go_on.set()
+    assert [one async for one in events if one is not None] == [Indexed(0, event(1))]
+
+
+async def test_the_first_error_ends_them_all() -> None:
+    held, failing = Source(2, waits_at=1), Source(1, error=Unavailable("gone"))
+    with pytest.raises(Unavailable, match="gone"):
+        async for _ in merged([held.events(), failing.events()], FOR_EVER):
+            pass
+    assert held.is_closed
+    assert failing.is_closed

@@ -153,15 +153,10 @@ async def test_half_a_head_does_not_hold_a_connection(port: int, sent: bytes, tr
     assert await until_closed(*await connected(port, sent), trickle) == b""
 
 
-async def test_half_a_head_after_an_answer_does_not_either(port: int) -> None:
-    reader, writer = await connected(port, WHOLE)
-    assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
-    assert await until_closed(reader, writer, b"x") == b""
-
-
-async def test_a_body_that_nobody_waits_for_does_not_either(port: int) -> None:
-    """It is answered without its body, which still trickles in."""
-    reader, writer = await connected(port, b"POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n")
+@pytest.mark.parametrize("sent", [WHOLE, b"POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n"])
+async def test_bytes_that_trickle_in_after_an_answer_do_not_hold_a_connection(port: int, sent: bytes) -> None:
+    """Whether they are half a head or a body that nobody waits for."""
+    reader, writer = await connected(port, sent)
     assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
     assert await until_closed(reader, writer, b"x") == b""
 

@@ -8,7 +8,6 @@ import math
 import signal
 import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -16,7 +15,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from bough.errors import ConfigError, Unavailable
+from bough.errors import ConfigError
 from bough.pb import generation_pb2 as pb
 from bough.rpc.server import open_channel
 from bough.rpc.services import GENERATION, stub_of
@@ -59,37 +58,12 @@ async def until_running(door: HttpStack, num: int) -> None:
     await until(lambda: door.stack.requests.loads().num_requests_running == num)
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_client_that_hangs_up_frees_its_place(door: HttpStack, is_stream: bool) -> None:
-    asking = asyncio.create_task(door.client.post(PATH, json=ENDLESS | {"stream": is_stream, "n": 2}))
-    await until_running(door, 2)
-    asking.cancel()
-    await until_running(door, 0)
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-
-
 async def test_a_reader_that_leaves_in_the_middle_frees_its_place(door: HttpStack) -> None:
     async with door.client.stream("POST", PATH, json=ENDLESS | {"stream": True}) as response:
         async for line in response.aiter_lines():
             if '"content":" ' in line:
                 break
     await until_running(door, 0)
-
-
-async def test_a_stream_says_that_it_is_alive_while_a_sweep_runs(
-    slow: HttpStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
-    app = http_app(Callers(slow.stack.requests), CollectorRegistry())
-    async with http_serving("127.0.0.1", 0, app) as port, httpx.AsyncClient(timeout=60) as client:
-        asked = BODY | {"max_tokens": 2, "stream": True}
-        response = await client.post(f"http://127.0.0.1:{port}{PATH}", json=asked)
-    events = [line for line in response.text.split("\n\n") if line]
-    assert ": keep-alive" in events
-    assert events[-1] == "data: [DONE]"
-    chunks = [json.loads(line.removeprefix("data: ")) for line in events[:-1] if line.startswith("data: ")]
-    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
 async def test_a_new_request_waits_for_a_target_that_is_away(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,14 +85,6 @@ async def test_a_new_request_waits_for_a_target_that_is_away(door: HttpStack, mo
         rest = [line async for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert not any("error" in line for line in rest)
-
-
-async def test_no_chunk_waits_for_the_one_before_to_be_acknowledged(door: HttpStack) -> None:
-    """Two that were written within 40 ms came that much apart."""
-    door.transports.clear()
-    await door.post(PATH, BODY | {"max_tokens": 1})
-    connection = door.transports[0].get_extra_info("socket")
-    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_an_error_half_way_is_an_event_of_the_stream(door: HttpStack) -> None:
@@ -163,22 +129,6 @@ async def test_an_aborted_request_ends_as_such(door: HttpStack) -> None:
     assert reasons[-1] == "abort"
 
 
-async def test_who_is_sent_away_is_told_when_to_come_back(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door.stack.requests, "admission", Admission(max_running=1, max_waiting=0))
-    asking = asyncio.create_task(door.client.post(PATH, json=ENDLESS))
-    await until_running(door, 1)
-    for is_stream in (True, False):
-        response = await door.post(PATH, BODY | {"stream": is_stream})
-        assert response.status_code == 429
-        error = error_of(response)
-        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-        milliseconds = int(response.headers["retry-after-ms"])
-        assert milliseconds >= 1000
-        assert int(response.headers["retry-after"]) == -(-milliseconds // 1000)
-    asking.cancel()
-    await until_running(door, 0)
-
-
 async def test_an_orchestrator_that_drains_says_so_to_everyone(
     door: HttpStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,15 +139,6 @@ async def test_an_orchestrator_that_drains_says_so_to_everyone(
     for response in (await door.post(PATH, BODY), await door.client.get("/health")):
         assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
         assert int(response.headers["retry-after"]) >= 1
-
-
-async def test_without_a_target_nothing_can_be_asked(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody(*_: object) -> None:
-        raise Unavailable("no target worker can be used")
-
-    monkeypatch.setattr(type(door.stack.requests), "models", nobody)
-    response = await door.client.get("/v1/models")
-    assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
 
 
 async def test_a_client_that_stops_reading_loses_its_connection_and_its_place(
@@ -263,26 +204,3 @@ async def test_bodies_have_one_memory_together(door: HttpStack, monkeypatch: pyt
     assert (await first).status_code == 200
     assert (await door.client.post(PATH, content=content, headers=JSON)).status_code == 200
     assert statuses <= {200, 429}
-
-
-async def test_nothing_is_left_behind(door: HttpStack) -> None:
-    """Of answers, refusals, and clients that left."""
-    short = BODY | {"max_tokens": 2}
-
-    async def leave(is_stream: bool) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(0.02):
-                await door.client.post(PATH, json=ENDLESS | {"stream": is_stream})
-
-    async def mixed() -> None:
-        asked = [
-            door.client.post(PATH, json=one) for one in (short, short | {"stream": True, "n": 2}, {"messages": []})
-        ]
-        await asyncio.gather(*asked, leave(True), leave(False))
-        await until_running(door, 0)
-
-    await mixed()
-    before = len(asyncio.all_tasks())
-    for _ in range(10):
-        await mixed()
-    await until(lambda: len(asyncio.all_tasks()) <= before + 2)  # a connection more or less

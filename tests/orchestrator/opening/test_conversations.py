@@ -10,13 +10,13 @@ import pytest
 
 from bough.cli.generation.generate import next_turn
 from bough.client import Client
-from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Prompt, Resume, TextPrompt, TokenPrompt
 from bough.protocol.prefix_hash import block_hashes
 from bough.registry.records import SessionRecord
 from bough.tokenization.tokenizer import Tokenizer
 from tests.fakes.fleet import FakeDraft, Fleet, Law
-from tests.fakes.streams import OPTIONS, PROMPT, Gate, read, read_rounds
+from tests.fakes.streams import OPTIONS, PROMPT, read, read_rounds
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow  # running services are called
@@ -98,17 +98,6 @@ async def test_bough_chat_sends_the_new_turn_or_where_it_must_the_history(
     assert second.finished.usage.cached_tokens == sizes[0] + 20 - 1
     assert forgotten.finished.usage.cached_tokens == 0
     assert capsys.readouterr().out.count("\n") == 3
-
-
-async def test_an_edited_turn_reuses_what_comes_before_it(fakes: Fleet) -> None:
-    target, _ = await fakes.target("t1")
-    _, server = await fakes.orchestrator()
-    async with Client(server.address) as client:
-        await read(client, TURN, TokenPrompt(tuple(range(70, 110))))
-        edited = await read(client, TURN, TokenPrompt((*range(70, 100), 5, 6, 7)))
-    assert edited.end.usage.cached_tokens == 30
-    assert edited.token_ids == Law(Tokenizer(fakes.tokenizer)).output([*range(70, 100), 5, 6, 7], 3, 20)
-    assert target.epochs["s"] == target.calls[-1].epoch
 
 
 @pytest.mark.parametrize(
@@ -202,19 +191,6 @@ async def test_a_session_that_is_closed_is_forgotten_everywhere(fakes: Fleet) ->
                 await client.close_session(session_id)
         with pytest.raises(InvalidRequest, match="session_id: must be given"):
             await client.close_session("")
-
-
-async def test_closing_ends_what_runs_in_the_session(fakes: Fleet) -> None:
-    target, _ = await fakes.target("t1")
-    _, server = await fakes.orchestrator()
-    gate = Gate(target, 4)
-    async with Client(server.address) as client:
-        running = asyncio.create_task(read(client, TURN))
-        await gate.reached()
-        await client.close_session("s")
-        with pytest.raises(StaleEpoch, match="session_id: 's' was closed"):
-            await running
-        gate.open()
 
 
 async def test_sessions_end_by_themselves(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

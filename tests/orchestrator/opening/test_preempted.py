@@ -10,7 +10,7 @@ import pytest
 
 from bough.client import Client
 from bough.errors import Exhausted
-from bough.protocol.generation import Finished, GenerateOptions, Started
+from bough.protocol.generation import Finished, Started
 from bough.protocol.messages import VerifyCall
 from orchestrator.cluster.target_place import SlotQueue
 from tests.fakes.fleet import FakeTarget, Fleet
@@ -119,16 +119,6 @@ async def test_who_gave_way_comes_before_those_who_have_not_begun(fakes: Fleet) 
         target.num_slots = 2
         assert (await asyncio.wait_for(later, 20)).token_ids == expected(fakes)
     assert requests.loads().num_requests_waiting == 0
-
-
-async def test_a_new_request_that_may_not_wait_is_told_when_to_come_back(fakes: Fleet) -> None:
-    target, _ = await fakes.target("t")
-    target.num_slots = 0
-    _, process = await fakes.orchestrator("--queue-timeout", "0.05")
-    async with Client(process.address, patience_seconds=0.0) as client:
-        with pytest.raises(Exhausted, match="KV memory: all slots are in use") as refusal:
-            await read(client, GenerateOptions(max_tokens=5))
-    assert (refusal.value.retry_seconds or 0) >= 1
 
 
 async def test_who_is_aborted_leaves_the_queue_before_its_last_event_has_been_read(fakes: Fleet) -> None:

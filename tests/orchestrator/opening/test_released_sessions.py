@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,9 +14,13 @@ from bough.errors import InvalidRequest, PrefixMissing, StaleEpoch, Unavailable
 from bough.pb import common_pb2, target_pb2
 from bough.protocol.generation import Resume, Tokens
 from bough.protocol.messages import VerifyCall
+from bough.registry.records import Claim
 from orchestrator.admission.active_streams import Stream
+from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.target_place import TargetPlace
+from orchestrator.cluster.worker_clients import TargetClient
 from orchestrator.opening import endings
+from orchestrator.opening.epochs import Epochs
 from orchestrator.rounds.round import Rounds
 from orchestrator.sessions.session import Session
 from tests.fakes.fleet import FakeTarget, Fleet
@@ -253,3 +257,65 @@ async def test_a_release_is_repeated_only_where_it_frees_a_slot_that_is_left(
     requests.endings.let_go(session, left, TargetPlace(replace(target) if is_elsewhere else target))
     await until(lambda: asked and not requests.endings._tasks and not requests.endings._retries)
     assert asked == ["s"] * num_asked
+
+
+@pytest.mark.parametrize("num_ticks", range(6))
+async def test_a_cancellation_beside_an_abort_is_not_swallowed(num_ticks: int) -> None:
+    """A stop button sends Abort and closes the connection: the handler must end, or it waits for a reader for ever."""
+    stream = Stream("r", "")
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    async def handler() -> None:
+        await stream.before_end(slow_to_end())
+        await asyncio.sleep(60)  # what a handler does next, for a reader that has gone
+
+    task = asyncio.create_task(handler())
+    await asyncio.sleep(0)
+    stream.end()
+    for _ in range(num_ticks):
+        await asyncio.sleep(0)
+    task.cancel()
+    async with asyncio.timeout(5):
+        await asyncio.wait({task})
+    assert task.cancelled()
+
+
+async def test_a_channel_that_was_closed_is_a_worker_that_does_not_answer() -> None:
+    """A request may wait for a target that is forgotten meanwhile: it must go to another, not end as a bug of ours."""
+    client = TargetClient("127.0.0.1:9", "t")
+    await client.close()
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9: the connection was closed"):
+        await client.info()
+
+
+AHEAD = 2**52  # of this machine's clock, in microseconds, as an index's may be
+
+
+@dataclass
+class FakeDirectory:
+    """It and its index in one."""
+
+    index_problem: str = ""
+    registry: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.registry = self
+
+    async def claim_session(self, session_id: str, holder_id: str, epoch: int | None, past: int) -> Claim:
+        return Claim(AHEAD, None)
+
+
+async def test_epochs_go_on_growing_when_the_index_goes() -> None:
+    """By a clock that is behind the index's; a target would refuse the session's next turn."""
+    directory = FakeDirectory()
+    claims = Epochs(cast(Directory, directory), "me")
+    epochs = [(await claims.begin("s")).epoch]
+    directory.index_problem = "it is gone"
+    epochs += [(await claims.begin("s")).epoch, (await claims.begin("s")).epoch]
+    assert epochs == [AHEAD, AHEAD + 1, AHEAD + 2]

@@ -108,11 +108,15 @@ async def test_who_waits_for_a_target_has_a_place_and_leaves_it(fakes: Fleet) ->
 async def test_waiting_has_an_end(fakes: Fleet, flag: str) -> None:
     await fakes.target("t1")
     requests, process = await fakes.orchestrator(flag, "0.05")
-    async with client_of(process.address) as client:
+    async with client_of(process.address) as client, http_client(requests) as http:
         refused = pytest.raises(Unavailable, match=r"t1: does not answer; none came back in time \(--failover-timeout")
-        with away(requests), refused:
-            await read(client)
+        with away(requests):
+            with refused:
+                await read(client)
+            late = await http.post("/detokenize", json=TEXTS["/detokenize"])
     assert requests.totals.failed["Unavailable"] == 1
+    assert late.status_code == 503
+    assert "none came back in time" in late.json()["error"]["message"]
 
 
 async def test_a_target_long_gone_is_not_waited_for(fakes: Fleet) -> None:
@@ -195,17 +199,6 @@ async def test_texts_wait_for_a_tokenizer_as_requests_wait_for_a_target(fakes: F
     assert seen[:2] == there[:2]
     assert seen[2]["choices"][0]["text"].startswith(there[1]["prompt"])
     assert waiting.num_held == 0
-
-
-@pytest.mark.parametrize("flag", ["--failover-timeout", "--queue-timeout"])
-async def test_texts_wait_only_so_long(fakes: Fleet, flag: str) -> None:
-    await fakes.target("t1")
-    requests, _ = await fakes.orchestrator(flag, "0.05")
-    async with http_client(requests) as client:
-        with away(requests):
-            late = await client.post("/detokenize", json=TEXTS["/detokenize"])
-    assert late.status_code == 503
-    assert "none came back in time" in late.json()["error"]["message"]
 
 
 async def test_who_drains_refuses_texts_that_wait(fakes: Fleet) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from bough.cli.inspection.doctor import doctor
+from bough.cli.main import argument_parser
+from bough.client import Client
 from bough.errors import Unavailable
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
@@ -18,9 +22,12 @@ from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes
 from orchestrator.sizing.plans import Situation
 from tests.fakes.simulated import pair_of
 from tests.fakes.stack import Stack, simulated_stack
+from tests.fakes.stack import stack as real_stack
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow  # running services are called
+
+
 HISTORY = tuple(range(3, 3 + 8 * BLOCK_TOKENS))
 TURN = TokenPrompt((*HISTORY, 7, 8, 9))
 FOUND = {"target": len(HISTORY) // BLOCK_TOKENS}  # blocks of it that the index has
@@ -140,3 +147,23 @@ async def test_rounds_are_counted_to_the_end_of_an_answer(stack: Stack) -> None:
             pass
         numbers = [each.number for each in stack.requests.decisions(options.request_id)]
         assert numbers == list(range(1, len(numbers) + 1))
+
+
+async def test_a_running_system_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What expectations are worth on a random model of one layer is another matter: they are there, and move."""
+    always = Speculation(
+        budget=8, lookup=0
+    )  # trees that size themselves may send no guesses of a draft that costs much
+    options = GenerateOptions(max_tokens=40, temperature=0.0, ignore_eos=True, speculation=always)
+    async with real_stack(tmp_path) as running, Client(address := running.addresses["orchestrator"]) as client:
+        assert await client.calibrations() == ()
+        events = [event async for event in client.generate(TokenPrompt((40, 41, 42)), options)]
+        (report,) = await client.calibrations()
+        assert await doctor(argument_parser().parse_args(["doctor", "--address", address])) == 0
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert 1 <= report.num_rounds <= finished.speculation.num_rounds  # a draft may be asked only now and then
+    assert 1.0 <= report.realised_tokens < 40
+    assert 1.0 < report.expected_tokens < 32
+    told = r"tokens a round of [0-9.]+ s, where [0-9.]+ tokens and [0-9.]+ s were expected"
+    assert re.search(told, capsys.readouterr().out)

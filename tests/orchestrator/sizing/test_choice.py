@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.protocol.cost_curve import CostCurve
-from orchestrator.sizing.choice import EDGES, GainProfile, PredictedSize, SweepLoad, TreeGains, best_size, cut_size
+from orchestrator.sizing.choice import GainProfile, PredictedSize, SweepLoad, TreeGains, best_size, cut_size
 
 SIZES = np.arange(1, 513)
 FLAT_TO_64 = CostCurve((64, 128), (1.0, 2.0), 8)  # offloaded: a knee at 64 rows
@@ -21,19 +21,6 @@ def grown(profile: GainProfile, values: list[float], rounds: int = 40) -> GainPr
     return profile
 
 
-def test_a_tree_fills_what_costs_nothing() -> None:
-    assert best_size(GainProfile(), SweepLoad(FLAT_TO_64), 0.05, SIZES).num_nodes == 64
-
-
-def test_a_tree_is_small_where_every_row_costs() -> None:
-    assert 4 <= best_size(GainProfile(), SweepLoad(LINEAR), 0.05, SIZES).num_nodes <= 16
-
-
-def test_a_context_and_others_in_the_sweep_leave_less_room() -> None:
-    assert best_size(GainProfile(), SweepLoad(FLAT_TO_64, num_context=48), 0.05, SIZES).num_nodes == 16
-    assert best_size(GainProfile(), SweepLoad(FLAT_TO_64, num_trees=4), 0.05, SIZES).num_nodes == 16
-
-
 def test_a_second_is_worth_what_all_sessions_get_in_it() -> None:
     alone, shared = (best_size(GainProfile(), SweepLoad(FLAT_TO_64, num_trees=n), 0.05, SIZES) for n in (1, 4))
     assert alone.price == pytest.approx(alone.rate)
@@ -43,16 +30,6 @@ def test_a_second_is_worth_what_all_sessions_get_in_it() -> None:
 def test_a_sweep_is_expected_with_others_as_they_have_been() -> None:
     load = SweepLoad(FLAT_TO_64, num_context=8, num_trees=3, other_rows=88)
     assert load.expected_sweep(32) == FLAT_TO_64(128)
-
-
-def test_a_hopeless_draft_makes_no_tree_worth_its_steps() -> None:
-    hopeless = grown(GainProfile(), [0.001] * 15)
-    on = best_size(hopeless, SweepLoad(LINEAR), 0.1, SIZES[1:])
-    off = best_size(GainProfile(), SweepLoad(LINEAR), 0.0, SIZES[:1])
-    assert off.rate > 1.2 * on.rate
-    distrusted = best_size(GainProfile(), SweepLoad(LINEAR), 0.1, SIZES[1:], trust=0.0)
-    assert distrusted.tokens == 1.0
-    assert off.rate > distrusted.rate
 
 
 def test_seconds_of_a_network_make_trees_larger() -> None:
@@ -77,12 +54,6 @@ def test_a_cut_is_the_best_of_all_cuts(values: list[float], step: int, price: fl
     assert worth[cut_size(ranked, load, best, 1.0, most) - 1] == pytest.approx(max(worth))
 
 
-def test_padding_is_filled() -> None:
-    values = np.array([1.0, 0.9, *[0.01] * 14])
-    load = SweepLoad(CostCurve((8, 16), (1.0, 2.0), 8))
-    assert cut_size(values, load, PredictedSize(8, 2.0, 1.0, 0.5), 1.0, 16) == 8
-
-
 def test_less_of_the_price_leaves_more_for_the_target_to_choose_from() -> None:
     values = np.array([1.0, *np.linspace(0.5, 0.01, 31)])
     load, best = SweepLoad(LINEAR), PredictedSize(8, 2.0, 1.0, 8.0)
@@ -102,11 +73,3 @@ def test_what_was_not_grown_changes_with_what_was() -> None:
     large = profile.gains(np.array([32]))[0]
     grown(profile, [0.1, 0.05, 0.05])
     assert profile.gains(np.array([32]))[0] < 0.5 * large
-
-
-def test_a_session_begins_with_what_others_have_taught() -> None:
-    shared = grown(GainProfile(), [0.1] * 7)
-    own = GainProfile(shared)
-    assert own.gains(EDGES[:4] + 1) == pytest.approx(shared.gains(EDGES[:4] + 1))
-    grown(own, [0.9] * 7)
-    assert shared.gains(np.array([8]))[0] < 1.0 < own.gains(np.array([8]))[0]

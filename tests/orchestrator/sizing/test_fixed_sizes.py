@@ -10,7 +10,7 @@ import pytest
 from bough.protocol.decision import Mode
 from bough.protocol.generation import Speculation
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import NO_TREE, BestFirst, Growth, StaticShape
+from bough.trees.tree_plan import BestFirst, Growth, StaticShape
 from orchestrator.sizing.plans import MIN_SHARE, RoundPlan, WorkerFacts
 from orchestrator.sizing.tree_sizer import TreeSizer
 from tests.fakes.made_rounds import FLAT, ROOT, STEEP, MadeRounds, situation
@@ -45,11 +45,6 @@ def test_a_prompt_takes_its_rows_from_the_tree(num_context: int, expected: int) 
 def test_a_size_that_a_request_asks_for_is_not_shared() -> None:
     assert budget(8, Speculation(budget=40)) == 40
     assert budget(8, Speculation(growth=StaticShape((0, 0, 1)))) == 4
-
-
-def test_the_end_is_near_or_speculation_is_off() -> None:
-    assert new_fixed().plan(situation(num_remaining=1)) == RoundPlan(NO_TREE, 1, 0)
-    assert plan_of(speculation=Speculation(disabled=True)) == RoundPlan(NO_TREE, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -157,18 +157,13 @@ def test_a_draft_expands_no_more_nodes_than_it_keeps_room_for() -> None:
 
 
 def test_before_anything_is_known_of_a_targets_sweeps_trees_are_moderate() -> None:
-    unknown = WorkerFacts("target", "target", 1024, None)
-    played = MadeRounds().round(situation(target=unknown))
+    """A target sends its curve with each verdict, so that the second round knows it."""
+    world = MadeRounds()
+    unknown = situation(target=WorkerFacts("target", "target", 1024, None))
+    played = world.round(unknown)
     assert played.plan.tree.growth == UNKNOWN
     assert played.num_nodes <= UNKNOWN.budget
     assert not played.proposal.may_leave_out, "nothing was decided"
-
-
-def test_the_second_round_knows_what_the_first_was_told() -> None:
-    """A target tells its curve with each verdict, though it told none when it was met."""
-    world = MadeRounds()
-    unknown = replace(world.base, target=WorkerFacts("target", "target", 1024, None))
-    world.round(unknown)
     assert world.round(unknown).num_nodes == 64
 
 
@@ -213,8 +208,11 @@ def test_what_is_sent_is_a_part_of_what_was_grown_with_parents_first() -> None:
         CostCurve((64, 1), (1.0, 1.0)),
         CostCurve((), ()),
         CostCurve((1, 64), (-1.0, 1.0)),
+        CostCurve((1, 2), (1.0,)),
+        CostCurve((0,), (1.0,)),
+        CostCurve((1,), (1.0,), 0),
     ],
-    ids=["nan", "decreasing", "infinite", "rows that fall", "empty", "negative"],
+    ids=["nan", "decreasing", "infinite", "rows that fall", "empty", "negative", "lengths", "no rows", "no step"],
 )
 def test_a_curve_that_is_none_is_ignored_with_a_warning_and_requests_go_on(
     bad: CostCurve, caplog: pytest.LogCaptureFixture
@@ -230,6 +228,8 @@ def test_a_curve_that_is_none_is_ignored_with_a_warning_and_requests_go_on(
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1, "one for a worker, not one a round"
     assert all(text.startswith("target: cost") and "going on with what was known before" in text for text in warnings)
+    world.sweep = STEEP
+    assert world.play(5)[-1].num_nodes <= 16, "a valid curve is taken again"
 
 
 def told_wrong(world: MadeRounds, bad: CostCurve) -> Proposal:

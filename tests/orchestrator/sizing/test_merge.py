@@ -64,14 +64,6 @@ def test_a_node_keeps_the_log_probability_of_whoever_guessed_it_first(pair: tupl
     assert both.log_probs.tolist() == [by_path[0].get(path, by_path[1].get(path)) for path in paths(both)]
 
 
-@given(trees(), st.integers(1, 40))
-def test_merging_with_a_root_alone_is_trimming(tree: Tree, budget: int) -> None:
-    alone = Tree.root(int(tree.tokens[0]))
-    assert paths(merged(tree, alone, budget)) == paths(merged(alone, tree, budget))
-    scores = sorted(tree.trimmed(budget).scores().tolist())
-    assert sorted(merged(tree, alone, budget).scores().tolist()) == pytest.approx(scores, abs=1e-4)
-
-
 def test_trees_of_different_roots_are_refused() -> None:
     with pytest.raises(InvalidTree, match="1 and 2"):
         merged(Tree.root(1), Tree.root(2), 4)

@@ -12,7 +12,7 @@ from bough.protocol.messages import GrowResult, Timings, Verdict, VerifyResult
 from bough.trees.tree import Tree
 from orchestrator.sizing.pairs import RoundStats
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
-from orchestrator.sizing.round_times import FIRST_STEPS, RoundTimes
+from orchestrator.sizing.round_times import FIRST_STEPS, NUM_RECENT, RecentMedian, RoundTimes, WorkerTimes
 from tests.fakes.made_rounds import ROOT, STEP, MadeRounds, situation
 
 MS = 1_000_000
@@ -183,3 +183,38 @@ def test_a_change_of_the_network_is_followed_within_five_rounds() -> None:
     world.network = 0.5
     world.play(4)
     assert world.play(1)[0].decision.expected.network == pytest.approx(1.0)
+
+
+STEADY = CostCurve((1, 64), (1.0, 2.0))
+
+
+def test_a_median_is_followed_after_four_and_moved_by_no_single_one() -> None:
+    recent = RecentMedian(0.25)
+    assert recent.median == 0.25
+    for _ in range(NUM_RECENT):
+        recent.add(1.0)
+    recent.add(1000.0)
+    assert recent.median == 1.0
+    for _ in range(NUM_RECENT // 2):
+        recent.add(3.0)
+    assert recent.median == 3.0
+
+
+def test_a_curve_that_is_told_holds_until_the_next() -> None:
+    times = WorkerTimes()
+    times.update("w", STEADY)
+    assert times.curve == STEADY
+    times.update("w", None)
+    assert times.curve == STEADY
+    times.update("w", later := STEADY.scaled(2.0))
+    assert times.curve == later
+
+
+def test_a_draft_step_is_as_long_as_steps_have_been_to_what_the_curve_says() -> None:
+    times = WorkerTimes()
+    assert times.step_seconds == 0.0
+    times.update("d", STEADY)
+    assert times.step_seconds == 1.0
+    for _ in range(NUM_RECENT):
+        times.ratio.add(1.5)
+    assert times.step_seconds == 1.5

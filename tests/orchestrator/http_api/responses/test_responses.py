@@ -35,7 +35,6 @@ from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
 from orchestrator.http_api.responses.fields import ResponseFields, conversation, response_limits
 from orchestrator.tools.formats import HERMES
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
-from tests.fakes.waiting import until
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 QUESTION = "Why is the sky blue?"
@@ -163,15 +162,6 @@ async def test_a_conversation_is_the_prompt_that_a_chat_has(door: HttpStack) -> 
         response = await door.answer(PATH, BODY | asked)
         assert text_of(response) == expected["choices"][0]["message"]["content"]
         assert response["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
-
-
-async def test_a_reader_that_leaves_in_the_middle_frees_its_place(door: HttpStack) -> None:
-    endless = BODY | {"max_output_tokens": 4000, "stream": True}
-    async with door.client.stream("POST", PATH, json=endless) as response:
-        async for line in response.aiter_lines():
-            if line == "event: response.output_text.delta":
-                break
-    await until(lambda: not door.stack.requests.loads().num_requests_running)
 
 
 async def broken_by(door: HttpStack, end: Any, **asked: Any) -> list[Json]:
