@@ -110,23 +110,22 @@ def _require_known(found: Mapping[str, Any], known: set[str], where: str) -> Non
 
 HEAD = "# Benchmarks"
 INTRODUCTION = (
-    "What was measured, each with its date. This page is written by `make bench-docs` from the JSON files in "
-    "[docs/benchmarks](benchmarks): change those, not this page. Machines are virtual, two cores of the processor that "
-    "is named, without a GPU, shared with strangers unless it is said otherwise: compare within a table, and believe "
-    'ratios. "The demonstration" is SmolLM2-135M-Instruct, block-expanded to 300 layers: the text of a small model at '
-    "the cost of one of 2.1 GB. Where the commit that ran was not kept, date and commit are those at which the figures "
-    "were recorded. Figures that settled a decision stand with it, in [decisions](decisions/README.md)."
+    "For those who want to know how fast bough is, and where it is not: what was measured, with the command to repeat "
+    "it. Machines are virtual, with two cores of the named processor, no GPU, and neighbours: compare within a table, "
+    'and trust ratios more than speeds. "The demonstration" is SmolLM2-135M-Instruct, block-expanded to 300 layers: '
+    "the text of a small model at the cost of one of 2.1 GB. Nothing has run on a GPU yet. Figures that settled a "
+    "decision are in [decisions](decisions/README.md). `make bench-docs` writes this page from "
+    "[docs/benchmarks](benchmarks)."
 )
 WIDTH = 130
 REGRET_COLUMNS = (
     "regime",
-    "of the best fixed size (95 %)",
+    "self-sized / best fixed (95 %)",
     "plain",
-    "self-sized",
     "best fixed",
-    "times plain (95 %)",
-    "nodes: median, most",
-    "load",
+    "self-sized",
+    "self-sized / plain (95 %)",
+    "nodes",
 )
 
 
@@ -172,11 +171,10 @@ def _regret_row(regime: str, found: Mapping[str, Any]) -> Sequence[str]:
         regime,
         _with_interval(found["ratio"], found["interval"]),
         f"{found['plain_tokens_per_second']:.3g}",
-        f"{found['self_tokens_per_second']:.3g}",
         f"{fixed[best]:.3g} ({best.partition(',')[0]})",
+        f"{found['self_tokens_per_second']:.3g}",
         _with_interval(found["plain_ratio"], found["plain_interval"]),
-        f"{found['nodes']:g}, {found['most_nodes']:g}",
-        f"{found['load_average']:.0f}",
+        f"{found['nodes']:g}",
     ]
 
 
