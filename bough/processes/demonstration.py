@@ -37,6 +37,7 @@ def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
 
 
 def _write_demonstration(folder: Path, copies: int) -> None:
-    print(f"writing the demonstration model to {folder}", file=sys.stderr)
+    if not sys.stderr.isatty():  # on a terminal the process shows its progress
+        print(f"writing the demonstration model to {folder}", file=sys.stderr)
     if run(python("bough.model.write_demonstration", str(folder), str(copies))) != 0:
         raise ConfigError(f"{folder}: the demonstration model could not be written")

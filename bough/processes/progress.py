@@ -13,19 +13,19 @@ from bough.processes.launch import PendingProcesses
 from bough.runtime.log_lines import on_one_line
 from bough.security.tls import files_towards
 
-QUIET_SECONDS = 5.0  # between messages, if the output is not a terminal
+QUIET_SECONDS = 5.0  # until the first message, if the output is not a terminal; each next one comes after twice as long
 ERASE_LINE = "\r\x1b[K"
 QUESTION = "Why is the sky blue?"
 
 
 class Progress:
-    """Shows what a start waits for: one changing line on a terminal, elsewhere a line every few seconds."""
+    """Shows what a start waits for: one changing line on a terminal, elsewhere a line after 5, 10, 20, ... seconds."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         """Prints to standard error by default."""
         self._stream = stream if stream is not None else sys.stderr
         self._is_terminal = self._stream.isatty()
-        self._printed_seconds = 0.0  # of the latest message, since the start
+        self._next_seconds = QUIET_SECONDS  # since the start
 
     def __call__(self, waiting: PendingProcesses) -> None:
         """Print what is waited for."""
@@ -33,9 +33,9 @@ class Progress:
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
             print(f"{ERASE_LINE}{text[:width]}", end="", file=self._stream, flush=True)
-        elif waiting.seconds - self._printed_seconds >= QUIET_SECONDS:
+        elif waiting.seconds >= self._next_seconds:
             print(text, file=self._stream, flush=True)
-            self._printed_seconds = waiting.seconds
+            self._next_seconds *= 2
 
     def clear(self) -> None:
         """Erase the line from a terminal."""

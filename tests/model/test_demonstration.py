@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import time
@@ -9,16 +10,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from bough.config.cache_paths import EXPANSION_NAME, demonstration_folder, is_written, original_file
 from bough.errors import ConfigError
 from bough.model import write_demonstration as writing
 from bough.model.checkpoint.gguf_file import read_gguf
+from bough.model.checkpoint.gguf_model import gguf_config
+from bough.model.checkpoint.gguf_tokenizer import gguf_tokenizer
+from bough.model.checkpoint.safetensors_folder import SafetensorsFolder
 from bough.processes import demonstration
 from bough.tokenization.chat_template import ChatTemplate
 from bough.tokenization.demonstration_template import DEMONSTRATION_TEMPLATE, TEMPLATE_NAME
+from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.tools.formats import HERMES, format_of
+
+TRANSFORMERS_FILES = {
+    "block-000.safetensors": "46652befe3bda7e8",
+    "block-017.safetensors": "1d438fe5a69a3681",
+    "outside-blocks.safetensors": "a6be7c64194dc539",
+}
 
 
 def test_who_comes_second_waits_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,17 +60,51 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 def test_what_a_killed_run_has_left_makes_room_and_one_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(folder: Path) -> None:
+    def fail(_: object, folder: Path) -> None:
         (folder / "part").touch()
         raise ConfigError("no more")
 
     leftover = tmp_path / "model.partial-1"
     leftover.mkdir()
-    monkeypatch.setattr(writing, "_load_original", lambda: (None, SimpleNamespace(save_pretrained=fail)))
+    monkeypatch.setattr(writing, "write_tokenizer", fail)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0 if leftover.exists() else 10**12))
     with pytest.raises(ConfigError, match="no more"):
         writing.write_demonstration(tmp_path / "model", 1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_weights_are_those_of_transformers(tmp_path: Path) -> None:
+    """Bit for bit: the hashes are of files that `from_pretrained(..., gguf_file=...)` and `save_file` have written."""
+    model = tmp_path / "model"
+    writing.write_demonstration(model, 0)
+    hashes = {name: hashlib.sha256((model / name).read_bytes()).hexdigest()[:16] for name in TRANSFORMERS_FILES}
+    assert hashes == TRANSFORMERS_FILES
+    assert read_gguf(original_file()).fields["llama.block_count"] == len(list(model.glob("block-*.safetensors")))
+
+
+def test_copies_of_a_block_change_nothing(tmp_path: Path) -> None:
+    """Their outputs are multiplied by zeros; all else is the block's own."""
+    header = read_gguf(original_file())
+    tensors = writing.expanded_block(header, gguf_config(header.file), index=3, copies=2)
+    assert {name.split(".")[2] for name in tensors} == {"9", "10", "11"}
+    for name in writing.BLOCK_TENSORS.values():
+        original, *copies = (tensors[f"model.layers.{layer}.{name}.weight"] for layer in (9, 10, 11))
+        assert original.any()
+        for copy in copies:
+            is_zero = name in ("self_attn.o_proj", "mlp.down_proj")
+            np.testing.assert_array_equal(copy, np.zeros_like(original) if is_zero else original)
+
+
+def test_the_tokenizer_splits_digits_as_the_model_was_trained(tmp_path: Path) -> None:
+    header = read_gguf(original_file())
+    writing.write_tokenizer(header, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    files = SafetensorsFolder(tmp_path).tokenizer_files()
+    assert (files.bos_token, files.eos_token, files.eos_token_ids) == ("<|im_start|>", "<|im_end|>", (2,))
+    assert files.fingerprint == gguf_tokenizer(header).fingerprint
+    tokenizer = Tokenizer(files)
+    assert [tokenizer.decode([token]) for token in tokenizer.encode("in 2026.")] == ["in", " ", "2", "0", "2", "6", "."]
 
 
 @pytest.mark.parametrize("manifest", ["", "[]", "{}", "3", '{"copies": 1}'])

@@ -13,7 +13,7 @@ from typing import Any
 
 from bough.cli.flags.machine import up_arguments
 from bough.cli.generation.generate import CollectedAnswer
-from bough.cli.machine.up import announce_first_start, divided, settings_from
+from bough.cli.machine.up import divided, settings_from
 from bough.client import Client
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import launched, supervised
@@ -204,8 +204,7 @@ async def demo(arguments: argparse.Namespace) -> int:
     settings = settings_from(up_arguments(*([] if arguments.simulate is None else ["--simulate", arguments.simulate])))
     if not arguments.simulate:
         await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
-        announce_first_start()
-    settings = divided(settings, tell)
+    settings = divided(settings, report=lambda _: None)  # the last lines have the memory of each worker
     progress = Progress()
     async with launched(settings, progress) as cluster, supervised(cluster, tell), cluster.client() as client:
         progress.clear()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +21,8 @@ from bough.processes.exit_with_parent import MODULE
 from bough.protocol.decision import Decision, Mode, RoundTimings
 from bough.protocol.generation import Tokens
 from tests.fakes.simulated import write_profile
+
+ROOT = Path(__file__).parents[3]
 
 
 def a_run(rounds: Sequence[Sequence[int]], seconds: float, nodes: Sequence[int] = ()) -> Run:
@@ -108,6 +113,7 @@ def ran(tmp_path: Path, *flags: str) -> tuple[str, dict[str, object]]:
     command = [sys.executable, *MODULE, "bough.cli.main", "demo", "--simulate", str(write_profile(tmp_path)), *flags]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert outcome.returncode == 0, outcome.stderr
+    assert len(outcome.stderr.splitlines()) <= 5, "without a terminal a start is reported in few lines"
     return outcome.stdout, json.loads(outcome.stdout.splitlines()[-1])
 
 
@@ -145,3 +151,41 @@ def test_too_short_an_answer_is_refused_before_anything_starts(capsys: pytest.Ca
 async def test_a_profile_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="no-such-profile"):
         await demo(argument_parser().parse_args(["demo", "--simulate", "no-such-profile"]))
+
+
+def test_make_demo_installs_what_the_demonstration_needs_and_no_more(tmp_path: Path) -> None:
+    """Ray, locust, clients of others, and tools of developers took longer to install than everything else."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL")}
+    printed = {
+        target: subprocess.run(
+            ["make", "--dry-run", f"VENV={tmp_path}", target], cwd=ROOT, env=environment, text=True, capture_output=True
+        ).stdout
+        for target in ("demo", "test")
+    }
+    chosen = {target: re.findall(r"--editable '\.\[(.*?)\]'", text) for target, text in printed.items()}
+    assert chosen["demo"] == ["worker"]
+    assert {"dev", "loadtest", "serve", "clients"} < set(chosen["test"][0].split(","))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = " ".join([*extras["worker"], *extras["orchestrator"]])
+    assert {name for each in extras["worker"] for name in re.findall(r"bough\[(\w+)\]", each)} == {"orchestrator"}
+    for name in ("ray", "locust", "langchain", "litellm", "openai", "mypy", "ruff", "pytest", "matplotlib"):
+        assert not re.search(rf"\b{name}\b", wanted), name
+
+
+@pytest.mark.parametrize(("first", "second"), [("demo", "test"), ("test", "demo")])
+def test_either_environment_can_be_made_first(tmp_path: Path, first: str, second: str) -> None:
+    """What the suite needs has all that the demonstration needs, but not the other way."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL")}
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "pip"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    stamps = {"demo": tmp_path / ".demo", "test": tmp_path / ".ready"}
+
+    def make(*arguments: str) -> str:
+        command = ["make", f"VENV={tmp_path}", f"PYTHON={tmp_path}/bin/python", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, check=True).stdout
+
+    make(str(stamps[first]))
+    installs = "pip install" in make("--dry-run", str(stamps[second]))
+    assert installs is (first == "demo")
