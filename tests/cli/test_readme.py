@@ -1,4 +1,4 @@
-"""The calls of the README and the client's page, as pasted: curl, two in Python, the shell; bough is at its default ports.
+"""Calls of the README and the client's page, as pasted: curl, Python and the shell. bough is at its default ports.
 
 In a network namespace of the test's own, so that the ports which the README names are free whatever else runs here.
 """
