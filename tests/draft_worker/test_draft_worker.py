@@ -118,14 +118,6 @@ def test_a_caller_that_gives_up_and_one_that_releases_leave_the_others_alone(tin
             draft.release("session 1").result()
 
 
-def test_a_session_goes_on_past_the_drafts_context(tiny: Path) -> None:
-    """A target with a longer context is no reason to refuse."""
-    with worker(tiny, "--max-context", "24") as draft:
-        for length in (20, 23, 24, 25, 60, 61):
-            result = draft.grow(grow_call(list(range(length)))).result()
-            assert (len(result.tree), result.held_length) == (12, length - 1)
-
-
 def test_growing_ahead_is_told_of_and_changes_no_tree(tiny: Path) -> None:
     """The draft as its own target, greedy: outcomes are what decoding goes on with."""
     with worker(tiny, "--ahead-steps", "20") as ahead, worker(tiny) as cold:

@@ -10,12 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.model.sampling.sampler import TokenCounts, adjusted
+from bough.model.sampling.sampler import TokenCounts
 from bough.protocol.sampling_params import BANNED, SamplingParams
-from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.model.model_draft import adjust
-from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, grown_alone, new_engine, started
+from tests.fakes.draft import VOCAB, FakeModel, grow_call, grown_alone, new_engine, started
 
 NUM_TOKENS = 12
 PENALTIES = SamplingParams(0.0, repetition_penalty=1.7, presence_penalty=0.6, frequency_penalty=0.4)
@@ -87,18 +86,6 @@ def test_what_is_changed_is_changed_as_upon_whole_rows(
     assert np.array_equal(upon(logits, guessing, held, paths, width=6), expected)
 
 
-def test_they_are_the_targets_but_for_rounding() -> None:
-    rng = np.random.default_rng(1)
-    logits = (4 * rng.normal(size=(3, NUM_TOKENS))).astype(np.float32)
-    params = replace(PENALTIES, logit_bias={2: 1.5, 0: -2.0, 5: BANNED})
-    held, paths = rng.integers(0, NUM_TOKENS, 9).tolist(), [[4], [4, 4, 1], [4, 7]]
-    found = upon(logits, Guessing(params, 5, is_sample=False, is_perturbed=False), held, paths)
-    for row, path, own in zip(logits, paths, found, strict=True):
-        assert own == pytest.approx(
-            adjusted(row.astype(np.float64), params, TokenCounts.of([*held, *path], 5)), rel=1e-6
-        )
-
-
 def test_only_tokens_that_were_seen_are_worked_out() -> None:
     """A row has 49,152 logits, and a path a few tokens: steps with penalties once took longer than the model did."""
     params = replace(PENALTIES, logit_bias={7: 1.0})
@@ -139,11 +126,3 @@ def test_one_sessions_penalties_are_not_anothers() -> None:
     for call, future in asked:
         assert future.result(0).tree == grown_alone(call).tree
     assert {*asked[2][1].result(0).tree.tokens.tolist()[1:]} == {0}
-
-
-def test_the_past_is_that_of_the_text_it_has_become() -> None:
-    """A session's past grows with its text, and shrinks when the text is cut."""
-    engine, plan = new_engine(FakeModel()), TreePlan(BestFirst(8, 2, 3))
-    for tokens, held in (([3, 1, 4, 1, 1], 0), ([3, 1, 4, 1, 1, 2, 1], 4), ([3, 1, 4, 1], 3)):
-        call = grow_call(tokens, held, PENALTIES, plan)
-        assert grow_now(engine, call).tree == grown_alone(grow_call(tokens, 0, PENALTIES, plan)).tree

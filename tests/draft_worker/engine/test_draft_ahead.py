@@ -228,20 +228,6 @@ def test_expansions_outlive_calls_whose_plan_could_fill_the_session() -> None:
         tokens = [*tokens, int(result.tree.tokens[1])]
 
 
-def test_a_tree_without_rows_beside_what_is_known_begins_anew() -> None:
-    """It needs other nodes than those that draft-ahead and the last tree have left."""
-    engine = new_engine(FakeModel(), window=Window(100, 200, max_expansions=64), ahead_steps=LONG)
-    anew = list[bool]()
-    for plan in (TreePlan(BestFirst(12, 8, 8)), TreePlan(StaticShape.chains(4, 8))):
-        known = len(engine.pool._sessions["s"].explored) if anew else 0
-        result = grow_now(engine, grow_call([3, 1, 4], plan=plan))
-        assert result.tree == grown_alone(grow_call([3, 1, 4], plan=plan)).tree
-        anew.append(len(engine.pool._sessions["s"].explored) < known)
-        go_ahead(engine)
-        engine.pool.check_integrity()
-    assert anew == [False, True]
-
-
 def test_it_goes_ahead_by_itself_on_a_gpu_only() -> None:
     cpu, gpu = "cpu", "cuda"
     assert [num_steps(-1, cpu), num_steps(-1, gpu), num_steps(0, gpu), num_steps(5, cpu)] == [0, NUM_STEPS, 0, 5]

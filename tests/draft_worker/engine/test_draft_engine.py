@@ -59,13 +59,14 @@ def test_a_tree_comes_with_what_draft_steps_take_but_for_those_that_read_context
     assert second.timings.num_passes > 1
 
 
-def test_a_session_that_the_caller_has_forgotten_is_not_run_again() -> None:
-    """An orchestrator whose draft call timed out sends all tokens once more."""
+@pytest.mark.parametrize("held", [0, 2])
+def test_the_same_text_again_is_not_run_again(held: int) -> None:
+    """An orchestrator whose draft call timed out sends all tokens once more, or none."""
     model = FakeModel()
     engine = new_engine(model)
     first = grow_now(engine, grow_call([3, 1, 4])).tree
     model.rows_run.clear()
-    again = grow_now(engine, grow_call([3, 1, 4]))
+    again = grow_now(engine, grow_call([3, 1, 4], held))
     assert (again.tree, again.timings.num_passes, model.rows_run) == (first, 0, [])
 
 

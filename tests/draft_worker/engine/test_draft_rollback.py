@@ -91,16 +91,6 @@ def test_a_window_that_keeps_nothing_begins_anew() -> None:
     assert tree == grow_now(fresh, grow_call([3, 1, 4], plan=deep)).tree == grown_alone(grow_call([4], plan=deep)).tree
 
 
-def test_the_same_text_again_is_still_known() -> None:
-    """A round that is repeated, or one whose outcome was explored, is no new beginning."""
-    model = FakeModel()
-    engine = new_engine(model)
-    first = grow_now(engine, grow_call([3, 1, 4])).tree
-    model.rows_run.clear()
-    again = grow_now(engine, grow_call([3, 1, 4], 2))
-    assert (again.tree, again.timings.num_passes, model.rows_run) == (first, 0, [])
-
-
 turns = st.tuples(
     st.integers(0, 12),  # leading tokens of the text that stay, where it is cut
     st.booleans(),  # whether it is

@@ -55,17 +55,6 @@ def test_a_trees_nodes_are_found_as_far_as_they_are_explored(steps: list[list[Pl
     assert explored.find_tree(parents, tokens).tolist() == expected
 
 
-@given(steps, st.lists(st.integers(0, VOCAB - 1), max_size=6))
-def test_a_walk_ends_where_nothing_is_explored(steps: list[list[Place]], tokens: list[int]) -> None:
-    explored, index = explored_in(steps)
-    path: list[int] = []
-    while len(path) < len(tokens) and (place := (path[-1] if path else -1, tokens[len(path)])) in index:
-        path.append(index[place])
-    chain = np.arange(-1, len(tokens) - 1, dtype=np.int32)
-    found = explored.find_tree(chain, np.array(tokens, np.int32)).tolist()
-    assert found == [*path, *[-1] * (len(tokens) - len(path))]
-
-
 @given(steps, st.integers(0, 10**6))
 def test_paths_of_what_is_wanted_and_of_what_remains_below_an_expansion(steps: list[list[Place]], which: int) -> None:
     explored, index = explored_in(steps)

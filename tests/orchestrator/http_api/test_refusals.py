@@ -336,6 +336,8 @@ async def test_a_byte_order_mark_before_json_is_passed_over(door: HttpStack) -> 
         ({"messages": [USER], "continue_final_message": False, "chat_template_kwargs": {}, "tools": []}, True),
         ({"messages": [USER], "add_special_tokens": True}, False),
         ({"messages": [USER], "add_generation_prompt": False}, False),
+        ({"messages": [USER], "chat_template_kwargs": {"bos_token": "x"}}, False),
+        ({"prompt": "x", "chat_template_kwargs": {"a": 1}}, False),
     ],
 )
 async def test_prompts_are_tokenized_as_they_are_read_and_no_otherwise(

@@ -158,13 +158,16 @@ async def test_who_drains_lets_those_wait_that_it_has_let_in(fakes: Fleet) -> No
 async def test_a_drain_has_an_end_for_those_that_wait_too(fakes: Fleet) -> None:
     await fakes.target("t1")
     requests, process = await fakes.orchestrator()
-    async with client_of(process.address) as client:
+    async with client_of(process.address) as client, http_client(requests) as http:
         with away(requests):
             held = asyncio.create_task(read(client))
-            await until(lambda: requests.figures().num_held == 1)
+            text = asyncio.create_task(http.post("/detokenize", json=TEXTS["/detokenize"]))
+            await until(lambda: requests.figures().num_held == requests.texts.waiting.num_held == 1)
             await requests.drain("it drains", 0.1)
             with pytest.raises(Unavailable, match="it drains; this call was cut off"):
                 await held
+            refused = await text
+    assert (refused.status_code, "it drains" in refused.text) == (503, True)
 
 
 TEXTS = {  # all that is asked of a tokenizer alone
@@ -199,15 +202,3 @@ async def test_texts_wait_for_a_tokenizer_as_requests_wait_for_a_target(fakes: F
     assert seen[:2] == there[:2]
     assert seen[2]["choices"][0]["text"].startswith(there[1]["prompt"])
     assert waiting.num_held == 0
-
-
-async def test_who_drains_refuses_texts_that_wait(fakes: Fleet) -> None:
-    await fakes.target("t1")
-    requests, _ = await fakes.orchestrator()
-    async with http_client(requests) as client:
-        with away(requests):
-            held = asyncio.create_task(client.post("/detokenize", json=TEXTS["/detokenize"]))
-            await until(lambda: requests.texts.waiting.num_held == 1)
-            await requests.drain("it drains", 5.0)
-            drained = await held
-    assert (drained.status_code, "it drains" in drained.text) == (503, True)

@@ -174,19 +174,3 @@ async def test_prompts_are_tokenized_with_their_variables_and_thoughts(http: htt
     )
     both = await answered(http, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
     assert both["usage"]["prompt_tokens"] == (await answered(http))["usage"]["prompt_tokens"]
-
-
-async def test_fields_that_cannot_be_used_are_named(http: httpx.AsyncClient) -> None:
-    for path, fields, param in (
-        (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        (CHAT, {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-        (CHAT, {"reasoning_effort": 3}, "reasoning_effort"),
-        (CHAT, {"include_reasoning": "no"}, "include_reasoning"),
-        (CHAT, {"messages": [HI, HI | {"role": "assistant", "reasoning": [1]}]}, "messages[1].reasoning"),
-        ("/tokenize", {"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
-        ("/tokenize", {"messages": None, "prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
-    ):  # fmt: skip
-        response = await http.post(path, json={"messages": [HI]} | fields)
-        error = response.json()["error"]
-        assert (response.status_code, error["param"]) == (400, param), error
-        assert error["message"].startswith(f"{param}: must"), error

@@ -191,27 +191,6 @@ async def test_a_request_that_always_fails_takes_no_target_from_others(fakes: Fl
     assert requests.directory.has_target
 
 
-async def test_a_request_that_always_fails_is_not_led_through_the_whole_cluster(fakes: Fleet) -> None:
-    targets = [(await fakes.target(f"t{index}"))[0] for index in range(MOST_TARGETS + 2)]
-    requests, process = await fakes.orchestrator(num_targets=len(targets))
-    tried = set()
-
-    def hook_of(name: str) -> Callable[[VerifyCall], Awaitable[None]]:
-        async def hook(call: VerifyCall) -> None:
-            tried.add(name)
-            await fail_the_bad(call)
-
-        return hook
-
-    for target in targets:
-        target.before = hook_of(target.worker_id)
-    async with Client(process.address) as client:
-        with pytest.raises(BoughError, match=f"this request has failed at {MOST_TARGETS} targets in a row"):
-            await asyncio.wait_for(read(client, BAD_OPTIONS, BAD), 30)
-    assert len(tried) == MOST_TARGETS
-    assert sum(target.is_usable for target in requests.directory.targets) == len(targets)
-
-
 async def test_a_request_that_brings_targets_down_does_not_bring_all_down(fakes: Fleet) -> None:
     targets = [await fakes.target(f"t{index}") for index in range(MOST_TARGETS + 1)]
     _, process = await fakes.orchestrator(num_targets=len(targets))
@@ -234,30 +213,6 @@ async def test_a_request_that_brings_targets_down_does_not_bring_all_down(fakes:
         assert type(failure.value) is BoughError, "a client does not ask again"
         assert len(killed) == MOST_TARGETS
         assert (await read(client, replace(OPTIONS, request_id=""))).token_ids == expected(fakes)
-
-
-async def test_targets_that_were_dead_before_are_not_counted(fakes: Fleet) -> None:
-    """A rack that loses its power is no request's fault."""
-    targets = [await fakes.target(f"t{index}") for index in range(MOST_TARGETS + 2)]
-    requests, process = await fakes.orchestrator(num_targets=len(targets))
-    last = requests.directory.find(targets[-1][0].worker_id)
-    assert last is not None
-    last.num_running = 1  # so that the others come first
-    num_calls = 0
-
-    async def hook(call: VerifyCall) -> None:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 3:
-            for _, server in targets[:-1]:
-                asyncio.get_running_loop().create_task(server.kill())
-            await asyncio.sleep(60)
-
-    for target, _ in targets[:-1]:
-        target.before = hook
-    async with Client(process.address) as client:
-        seen = await asyncio.wait_for(read(client), 60)
-    assert seen.token_ids == expected(fakes)
 
 
 async def test_a_request_that_waits_for_kv_outlasts_targets_that_are_lost_meanwhile(fakes: Fleet) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,10 +13,8 @@ import pytest
 from bough.protocol.generation import Finished, GenerateOptions, TokenPrompt, Tokens
 from bough.protocol.prefix_hash import CHECKPOINT_TOKENS, TokenHistory
 from orchestrator.opening import opening
-from orchestrator.rounds.prompt_lookup import SuffixAutomaton
 from tests.fakes.fleet import Fleet
 from tests.fakes.stage import MAX_CONTEXT, Stage, orchestrating
-from tests.fakes.waiting import until
 
 NUM_ROUNDS = 50
 OPTIONS = GenerateOptions(max_tokens=NUM_ROUNDS, temperature=0.0, session_id="long")
@@ -94,30 +91,3 @@ async def test_a_long_prompt_is_copied_and_hashed_beside_the_event_loop(
     assert threads["copy"]
     assert threads["hash"]
     assert threading.main_thread() not in threads["copy"] | threads["hash"]
-
-
-async def test_a_long_prompt_is_read_for_guesses_beside_the_event_loop(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """8,192 tokens of it took the event loop 87 ms in each of the first rounds."""
-    num_read = {True: 0, False: 0}  # by whether it was the event loop
-    extend = SuffixAutomaton.extend
-
-    def counted(self: SuffixAutomaton, tokens: Sequence[int]) -> None:
-        num_read[threading.current_thread() is threading.main_thread()] += len(tokens)
-        extend(self, tokens)
-
-    monkeypatch.setattr(SuffixAutomaton, "extend", counted)
-    prompt = TokenPrompt(tuple(number % 257 for number in range(20_000)))
-
-    async def hasten() -> None:
-        await until(lambda: num_read[False] == 20_000)
-        stage.target.sweep_seconds = 0.0  # rounds were slow for what is read beside them
-
-    async with orchestrating(stage) as orchestrator, asyncio.TaskGroup() as group:
-        stage.target.sweep_seconds = 0.05
-        group.create_task(hasten())
-        events = [event async for event in orchestrator.requests.generate(prompt, replace(OPTIONS, max_tokens=200))]
-    assert isinstance(events[-1], Finished)
-    assert num_read[False] == 20_000
-    assert 0 < num_read[True] <= 200

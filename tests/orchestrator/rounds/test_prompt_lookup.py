@@ -131,12 +131,6 @@ async def test_a_long_prompt_is_read_beside_the_event_loop_and_no_round_waits_fo
     assert len(works) == 3
 
 
-def test_where_no_guesses_are_wanted_nothing_is_read() -> None:
-    guessing = lookup()
-    assert len(grow(guessing, [1, 1, 1], LookupLimits(0, 6)).tree) == 1
-    assert guessing._text.num_tokens == 0
-
-
 @pytest.mark.parametrize("match_length", [1, 30])
 def test_what_the_draft_thinks_of_a_guess_counts_from_the_start(match_length: int) -> None:
     """Guessed otherwise by the draft it is worth less than where the draft is silent; likely to both, more."""

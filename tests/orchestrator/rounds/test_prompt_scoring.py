@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from tokenizers import processors
 
 from bough.client import Client
 from bough.errors import InvalidRequest
-from bough.protocol import codec, codec_generation
 from bough.protocol.generation import PromptLogprobs, Resume, TokenPrompt
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
@@ -75,27 +71,3 @@ def test_places_of_tokens_are_those_in_the_text_as_it_was_written(byte_tokenizer
     assert token_begins(plain, plain.encode(text)) == (0, 1, 5, 5, 6, 9)
     assert token_begins(adding, adding.encode(text)) == (0, 0, 1, 5, 5, 6, 9)
     assert [one.decode_prompt(one.encode(text)) for one in (plain, adding)] == [text, text]
-
-
-async def test_scores_are_decoded_and_encoded_off_the_event_loop(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree's worth of them is hundreds of tokens with dozens of alternatives each."""
-    threads = set[tuple[str, bool]]()
-
-    def watched(module: Any, name: str, is_scored: Callable[[Any], bool]) -> None:
-        convert = getattr(module, name)
-
-        def converted(value: Any) -> Any:
-            result = convert(value)
-            if is_scored(value):
-                threads.add((name, threading.current_thread() is threading.main_thread()))
-            return result
-
-        monkeypatch.setattr(module, name, converted)
-
-    watched(codec, "verify_result_from_wire", lambda reply: bool(reply.logprobs))
-    watched(codec_generation, "event_to_wire", lambda event: isinstance(event, PromptLogprobs))
-    await fakes.target("t")
-    _, server = await fakes.orchestrator()
-    async with Client(server.address) as client:
-        await read(client, SCORED)
-    assert threads == {("verify_result_from_wire", False), ("event_to_wire", False)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tracemalloc
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.trees.tree import Tree
@@ -124,31 +124,6 @@ def test_guesses_know_whether_the_draft_agrees() -> None:
         2: DraftOpinion.LIKELY,
         3: DraftOpinion.OTHERWISE,
     }
-
-
-def test_a_repeated_passage_is_one_long_chain() -> None:
-    passage = [10, 11, 12, 13, 14, 15, 16, 17]
-    tree = grow([*passage, 1, *passage[:2]], LookupLimits(6, 6)).tree
-    assert tree.tokens.tolist() == passage[1:8]
-    assert tree.parents.tolist() == [-1, 0, 1, 2, 3, 4, 5]
-
-
-def test_nothing_is_guessed_from_a_text_that_never_repeats() -> None:
-    assert len(grow([1, 2, 3, 4, 0], LookupLimits(10, 10)).tree) == 1
-
-
-def test_the_most_recent_of_equals_comes_first() -> None:
-    tree = grow([1, 2, 1, 3, 1, 4, 1], LookupLimits(3, 1)).tree
-    assert tree.tokens.tolist() == [1, 4, 3, 2]
-
-
-@settings(max_examples=20)
-@given(st.integers(1, 3), st.integers(0, 100))
-def test_memory_is_bounded_by_the_text(period: int, seed: int) -> None:
-    """No more than two states a token, whatever repeats; the worst texts are short repetitions."""
-    index = automaton([(token * token + seed) % (period + 1) for token in range(500)], 24)
-    assert len(index._next) <= 2 * 500
-    assert sum(map(len, index._next)) <= 3 * 500
 
 
 def test_a_long_text_takes_kilobytes_a_thousand_tokens_not_megabytes() -> None:

@@ -39,18 +39,6 @@ def test_pieces_are_whole_characters_and_join_to_the_text(text: str) -> None:
         assert "\ufffd" not in piece or "\ufffd" in text
 
 
-@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_a_stop_text_is_found_at_its_first_completion_and_never_shown(text: str, stops: list[str]) -> None:
-    pieces, found = stream(text, stops)
-    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-    if not ends:
-        assert (found, "".join(pieces)) == (None, text)
-        return
-    seen = text[: min(ends)]
-    assert found in stops
-    assert "".join(pieces) == seen[: min(seen.find(stop) for stop in stops if stop in seen)]
-
-
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.integers(0, 12))
 def test_a_stop_text_that_is_whole_too_early_ends_nothing_and_one_may_be_told(
     text: str, stops: list[str], min_tokens: int
@@ -126,18 +114,6 @@ def test_as_many_and_long_stop_texts_as_are_allowed_cost_one_look_for_each_chara
     pieces, found = stream(text, stops)
     assert (found, "".join(pieces)) == (None, text)
     assert num_looks <= 2 * len(text), "one for each character, and one for each token"
-
-
-def test_a_beginning_of_a_stop_text_is_held_back_until_it_is_none() -> None:
-    output = TextStream(decode, ["END"])
-    assert [output.push(byte).text for byte in b"aENxE"] == ["a", "", "", "ENx", ""]
-    assert output.finish() == "E"
-
-
-def test_bytes_that_never_become_a_character_are_replaced_at_the_end() -> None:
-    output = TextStream(decode)
-    assert [output.push(byte).text for byte in b"a\xf0\x9f"] == ["a", "", ""]
-    assert output.finish() == "\ufffd"
 
 
 class Counted:

@@ -12,8 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from bough.config.processes import OrchestratorConfig, parse
-from bough.errors import ConfigError, Exhausted
+from bough.errors import Exhausted
 from bough.protocol.decision import Decision, Mode, RoundSeconds, RoundTimings
 from bough.protocol.generation import Event, Finished, Speculation, SpeculationMetrics, Started, Tokens, Usage
 from bough.protocol.messages import Timings, Verdict, VerifyResult
@@ -191,13 +190,6 @@ def test_a_measured_sizer_decides_as_the_sizer_does_and_adds_up() -> None:
     assert sizer.observe("s", outcome_of(1, [7])) is None
     assert sizer.totals.rounds.total() == 1
     sizer.forget("s")
-
-
-def test_the_port_is_a_setting() -> None:
-    assert parse(OrchestratorConfig, "o", [], {}).metrics_port == 0
-    assert parse(OrchestratorConfig, "o", ["--metrics-port", "-1"], {}).metrics_port == -1
-    with pytest.raises(ConfigError, match="metrics-port"):
-        parse(OrchestratorConfig, "o", ["--metrics-port", "65536"], {})
 
 
 async def test_a_blocked_event_loop_shows_as_lag() -> None:

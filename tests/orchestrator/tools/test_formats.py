@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from bough.config.processes import TOOL_FORMATS
 from bough.errors import InvalidRequest
 from bough.protocol.generation import (
     ChatPrompt,
@@ -230,7 +229,3 @@ async def test_what_cannot_be_had_is_named() -> None:
     with pytest.raises(InvalidRequest, match=r"^constraint: must be at most 131072 characters with tools, got"):
         await model.form(Tools((replace(half, is_strict=True),)), constraint=large)
     assert (await model.form(replace(TOOLS, choice=ToolChoice.NONE), constraint=Constraint(regex="a")))[0]
-
-
-def test_every_format_that_can_be_named_is_there() -> None:
-    assert {known.name for known in FORMATS} == set(TOOL_FORMATS)

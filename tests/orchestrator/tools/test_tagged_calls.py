@@ -100,28 +100,21 @@ async def test_what_tags_cannot_say_is_refused_by_name(schema: dict[str, Any], f
 
 
 @pytest.mark.parametrize(
-    ("schema", "what"),
+    ("properties", "what"),
     [
-        ({"enum": ["a", "x</parameter>"]}, "</parameter>"),
-        ({"const": "</parameter>"}, "</parameter>"),
-        ({"type": ["string", "null"], "enum": ["</parameter>", None]}, "</parameter>"),
+        ({"a": {"enum": ["a", "x</parameter>"]}}, "enum with </parameter>"),
+        ({"a": {"const": "</parameter>"}}, "enum with </parameter>"),
+        ({"a": {"type": ["string", "null"], "enum": ["</parameter>", None]}}, "enum with </parameter>"),
+        ({"a>b": {"type": "string"}}, "> in a property's name"),
+        ({" a": {"type": "string"}}, "> in a property's name"),
     ],
 )
-async def test_a_text_that_could_not_be_read_back_is_refused(schema: dict[str, Any], what: str) -> None:
-    """It was demanded, and read up to the tag within it."""
-    function = Function("f", json.dumps({"type": "object", "properties": {"a": schema}}))
-    with pytest.raises(
-        InvalidRequest, match=rf"^chat\.tools\[0\]\.function\.parameters: must have no enum with {what}"
-    ):
+async def test_a_schema_whose_texts_could_not_be_read_back_is_refused(properties: dict[str, Any], what: str) -> None:
+    function = Function("f", json.dumps({"type": "object", "properties": properties}))
+    with pytest.raises(InvalidRequest, match=rf"^chat\.tools\[0\]\.function\.parameters: must have no {what}"):
         await model_of("qwen3_coder").form(Tools((function,), ToolChoice.REQUIRED))
-    await model_of("glm47").form(Tools((function,), ToolChoice.REQUIRED))  # whose tags are others
-
-
-async def test_an_argument_whose_name_could_not_be_read_back_is_refused() -> None:
-    for name in ("a>b", " a"):
-        function = Function("f", json.dumps({"type": "object", "properties": {name: {"type": "string"}}}))
-        with pytest.raises(InvalidRequest, match=r"parameters: must have no > in a property's name"):
-            await model_of("qwen3_coder").form(Tools((function,), ToolChoice.REQUIRED))
+    if "a" in properties:
+        await model_of("glm47").form(Tools((function,), ToolChoice.REQUIRED))  # its tags are others
 
 
 @pytest.mark.slow
@@ -159,11 +152,6 @@ def test_types_are_found_wherever_a_schema_has_them() -> None:
     }
     odds: list[Any] = [[], 3, {"a": [1]}, {"a": {"$ref": 3, "enum": 3, "type": [3]}}, {"a": {"$ref": "#/properties/a"}}]
     assert {argument_types({"properties": odd}, "a") for odd in odds} == {None}
-
-
-def test_a_schema_that_goes_round_in_circles_takes_no_time() -> None:
-    circle = {"anyOf": [{"$ref": "#/$defs/A"}] * 100}
-    assert argument_types({"properties": {"a": circle}, "$defs": {"A": circle}}, "a") is None
 
 
 def test_a_schema_of_many_values_none_of_which_is_allowed_takes_no_time() -> None:

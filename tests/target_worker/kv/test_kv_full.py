@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from bough.errors import Exhausted, InvalidRequest, Preempted, PrefixMissing, StaleEpoch
+from bough.errors import Exhausted, Preempted, PrefixMissing, StaleEpoch
 from bough.model.kv.session_kv import KVArena
 from bough.protocol.messages import Context, VerifyCall, VerifyResult
 from bough.trees.tree import Tree
@@ -228,10 +228,3 @@ def test_a_call_that_waits_ends_where_its_session_gives_way(pool: SlotPool) -> N
         future.result(0)
     assert len(calls) == 0
     assert lengths(pool, "s1") == [0]
-
-
-def test_a_request_that_could_never_fit_is_refused_with_the_numbers(engine: SweepEngine) -> None:
-    """However empty the memory is: a worker starts only where one session of the longest context fits."""
-    long = Caller("long", 1, [1] * (FULL.max_context + 1))
-    with pytest.raises(InvalidRequest, match="context: must have at most 48 tokens, got 49"):
-        engine.verify(long.call()).result(5)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +9,6 @@ from hypothesis import strategies as st
 from bough.errors import Exhausted, NotFound
 from bough.model.kv.arena import Arena
 from bough.model.kv.session_kv import KVArena, KVSlot
-from bough.protocol.prefix_hash import BLOCK_TOKENS
 from target_worker.kv import slot_index
 from target_worker.kv.slot_index import SessionSlot, SlotState, Text
 from target_worker.kv.slot_pool import SlotPool
@@ -166,13 +160,6 @@ def test_a_session_whose_caller_has_gone_is_idle_at_once(pool: SlotPool) -> None
     use(pool, "b", text(60, 1000))
 
 
-def test_a_new_session_begins_from_what_another_holds(pool: SlotPool) -> None:
-    use(pool, "a", text(70))
-    session = pool.lease("b", 1, 100, Text([*text(50), 999, 998]))
-    assert session.slot.tokens == text(32), "whole blocks"
-    require_spelled(session)
-
-
 def test_nobody_can_feel_their_way_along_anothers_prompt_token_by_token(clock: Clock) -> None:
     """A guess that is right as far as 33 tokens, or 63, is told no more than one that is right as far as 32."""
     secret, reached = text(90), []
@@ -231,17 +218,6 @@ def test_the_slot_to_begin_from_is_taken_over_where_there_is_no_room_for_a_copy(
     require_spelled(session)
     pool.end_call(session)
     pool.check_integrity()
-
-
-def test_below_a_block_nothing_is_looked_for(pool: SlotPool) -> None:
-    use(pool, "a", text(BLOCK_TOKENS - 1))
-    assert pool.lease("b", 1, 40, Text(text(BLOCK_TOKENS))).slot.length == 0
-
-
-def test_a_newer_epoch_forgets_the_answers(pool: SlotPool) -> None:
-    session = use(pool, "a", text(5), epoch=3)
-    session.last_round = 7
-    assert use(pool, "a", text(5), epoch=4).last_round == -1
 
 
 def test_states_change_only_as_they_may(pool: SlotPool) -> None:
@@ -310,51 +286,3 @@ def test_a_session_whose_slot_goes_as_it_comes_back_gets_another_one(
     assert session.slot.num_rows == 40
     pool.end_call(session)
     pool.check_integrity()
-
-
-@pytest.mark.slow
-def test_a_lease_takes_no_more_steps_among_hundreds_of_idle_slots() -> None:
-    """A worker under load collects idle slots until its memory is full; no request may walk through all of them."""
-    few, many = (num_steps_of_a_lease(num_idle, is_full) for num_idle, is_full in ((5, False), (800, False)))
-    assert many < 2 * few
-    few, many = (num_steps_of_a_lease(num_idle, is_full=True) for num_idle in (5, 800))
-    assert many < 30 * few  # making room looks at each of 160 times as many idle slots, once
-
-
-def num_steps_of_a_lease(num_idle: int, is_full: bool) -> int:
-    """Instructions of Python's for a session that comes, is served and goes, beside so many idle slots."""
-    clock = Clock()
-    num_rows = 40 * num_idle if is_full else 400 * num_idle
-    pool = SlotPool(Arena(num_rows, 1), 10.0, clock)
-    for number in range(num_idle):
-        serve(pool, f"s{number}", text(40, 1000 * number))
-        clock.now += 20.0
-    return num_instructions(lambda: [serve(pool, "new", text(40, -1000 * number)) for number in range(1, 51)]) // 50
-
-
-def serve(pool: SlotPool, name: str, tokens: list[int]) -> None:
-    """All calls of a session without another's prefix."""
-    session = pool.lease(name, 1, len(tokens), Text(tokens))
-    pool.commit(session, range(len(tokens)), tokens)
-    pool.end_call(session)
-    pool.release(name)
-    pool.check_now_and_then()
-
-
-def num_instructions(call: Callable[[], object]) -> int:
-    """Of Python's, as they are executed: what `call` costs, whatever else the machine does."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from target_worker.link.device_ring import DeviceRing
 from target_worker.link.direct_io import Disk
 from target_worker.link.host_layers import Ring
 from target_worker.link.layer_extents import ALIGNMENT, Extent, LayerExtents
-from tests.fakes.waiting import PATIENCE_SECONDS
 
 NUM_LAYERS = 5
 LAYER_BYTES = 3 * 1024 * 1024 + 777  # several pieces, and an end that is not aligned
@@ -101,20 +99,6 @@ def test_a_sweep_brings_what_the_ring_has_no_room_for(layers: list[LayerExtents]
             before = ring.figures().link_bytes
             check_sweep(ring)
             assert ring.figures().link_bytes - before >= (NUM_LAYERS - num_slabs) * layers[0].num_bytes
-
-
-def test_a_sweep_over_a_ring_with_room_for_all_may_be_over_before_a_slow_link_brings_anything(
-    layers: list[LayerExtents], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A test that asked each round for bytes failed now and then on a busy machine."""
-    with ring_over(layers, num_slabs=NUM_LAYERS, num_threads=2) as ring:
-        until_carried(ring, NUM_LAYERS * layers[0].num_bytes)
-        read, may_read = ring._disk.read, threading.Event()
-        monkeypatch.setattr(ring._disk, "read", lambda *range_: may_read.wait(PATIENCE_SECONDS) and read(*range_))
-        check_sweep(ring)
-        assert ring.figures().link_bytes == NUM_LAYERS * layers[0].num_bytes
-        may_read.set()
-        check_sweep(ring)
 
 
 def test_a_read_error_names_file_and_layer_and_is_over_when_its_cause_is(layers: list[LayerExtents]) -> None:

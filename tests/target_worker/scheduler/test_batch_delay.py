@@ -33,17 +33,19 @@ def test_who_was_answered_moments_ago_is_waited_for() -> None:
     assert batch_delay.seconds(5001.1, HERE) == 0.0, "all are there"
 
 
-def test_nobody_is_waited_for_longer_than_it_is_worth() -> None:
-    assert after_some_rounds(0.25, away=2.0).seconds(5000.0, HERE) == pytest.approx(2.5)
-    assert after_some_rounds(0.5, away=2.0).seconds(5005.1, HERE) == 0.0, "they are late"
-
-
-def test_nobody_is_waited_for_where_drafting_takes_longer_than_the_longest_delay() -> None:
-    assert after_some_rounds(0.5, away=6.0).seconds(5000.0, HERE) == 0.0
-
-
-def test_a_longest_delay_of_0_is_no_wait() -> None:
-    assert after_some_rounds(0.0, away=0.1).seconds(5000.0, HERE) == 0.0
+@pytest.mark.parametrize(
+    ("max_delay", "away", "now", "expected"),
+    [
+        (0.25, 2.0, 5000.0, 2.5),
+        (0.5, 2.0, 5005.1, 0.0),  # they are late
+        (0.5, 6.0, 5000.0, 0.0),  # drafting takes longer than the longest delay
+        (0.0, 0.1, 5000.0, 0.0),
+    ],
+)
+def test_nobody_is_waited_for_longer_than_it_is_worth(
+    max_delay: float, away: float, now: float, expected: float
+) -> None:
+    assert after_some_rounds(max_delay, away).seconds(now, HERE) == pytest.approx(expected)
 
 
 def test_who_has_left_is_not_waited_for() -> None:

@@ -14,7 +14,6 @@ from bough.trees.tree import Tree
 from target_worker.scheduler.row_division import SweepTree, Yield, divide
 
 FREE = CostCurve((1, 1000), (1.0, 1.0))
-LINEAR = CostCurve((1, 1001), (1.0, 101.0))  # a tenth of a second a row
 
 
 def random_rider(random: np.random.Generator, size: int, may_leave_out: bool = True) -> SweepTree:
@@ -80,29 +79,6 @@ def test_where_rows_cost_nothing_nothing_is_left_out() -> None:
     assert [len(nodes) for nodes in divide(riders, 100, FREE, Yield(50.0), 1000)] == [40, 40, 40]
     hopeless = SweepTree(np.array([1.0, 0.0, 0.0]), np.array([-1, 0, 0], np.int32))
     assert len(divide([hopeless], 0, FREE, Yield(50.0, 0.0), 1000)[0]) == 3, "though it is worth nothing either"
-
-
-def test_where_rows_cost_much_each_keeps_a_root_and_its_best_child() -> None:
-    tree = Tree.of([0, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [0.0, -2.0, -0.1, 0.0, -0.1])
-    kept = divide([SweepTree.of(tree, True), SweepTree.of(Tree.root(7), True)], 0, LINEAR, Yield(1e6), 1000)
-    assert [nodes.tolist() for nodes in kept] == [[0, 2], [0]]
-
-
-def test_easy_text_gets_the_rows_that_hard_text_cannot_use() -> None:
-    easy = SweepTree.of(Tree.of([0] * 16, range(-1, 15), [0.0] + [-0.05] * 15), True)
-    hard = SweepTree.of(Tree.of([0] * 16, range(-1, 15), [0.0] + [-2.0] * 15), True)
-    sizes = [len(nodes) for nodes in divide([easy, hard], 0, FREE, Yield(1.0), 18)]
-    assert sizes == [16, 2]
-
-
-def test_behind_a_step_that_does_not_pay_may_be_one_that_does() -> None:
-    """Seconds rise at 5 rows and stay: the first node beyond is not worth it, twelve of them are."""
-    cost = CostCurve((4, 5, 100), (1.0, 3.0, 3.0))
-    chain = SweepTree.of(Tree.of([0] * 17, [-1] + [0] * 16, [0.0] + [-0.7] * 16), True)
-    (nodes,) = divide([chain], 0, cost, Yield(1.5), 1000)
-    assert len(nodes) == 17
-    (nodes,) = divide([chain], 0, cost, Yield(4.0), 1000)
-    assert len(nodes) == 4
 
 
 def test_what_seconds_have_brought_in_sweeps_that_were_too_long_does_not_make_this_one_too_long() -> None:
