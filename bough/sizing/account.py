@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 from bough.protocol.decision import Decision, Mode, RoundSeconds
 
@@ -32,8 +33,9 @@ class Account:
 def account(decisions: Sequence[Decision]) -> Account:
     """Summarise one or more rounds."""
     predicted = [decision for decision in decisions if decision.is_predicted]
-    compared = [decision for decision in decisions if decision.plain_rate > 0] or decisions
-    plain_seconds = sum(each.tokens / each.plain_rate for each in compared if each.plain_rate > 0)
+    rated = [decision for decision in decisions if decision.plain_rate > 0]
+    compared = rated or decisions
+    plain_seconds = sum(each.tokens / _plain_rate(each, later) for each, later in pairwise([*rated, *rated[-1:]]))
     num_tokens = sum(each.tokens for each in compared)
     modes = Counter(decision.mode for decision in decisions)
     return Account(
@@ -50,6 +52,15 @@ def account(decisions: Sequence[Decision]) -> Account:
         rate=ratio(num_tokens, sum(each.seconds.total for each in compared)),
         plain_rate=num_tokens / plain_seconds if plain_seconds else None,
     )
+
+
+def _plain_rate(decision: Decision, following: Decision) -> float:
+    """The rate of plain decoding in a round, by the following round's prediction, which has learnt from the round.
+
+    The rate of a round that reads a part of the prompt holds for that round alone.
+    """
+    reads = decision.num_context or following.num_context
+    return decision.plain_rate if reads else following.plain_rate
 
 
 def why(decision: Decision) -> str:

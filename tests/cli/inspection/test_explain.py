@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,14 @@ def test_rounds_are_summed_up() -> None:
     assert summed.real.draft == pytest.approx(0.1)
     assert summed.rate == pytest.approx(6 / 2.25)
     assert summed.plain_rate == pytest.approx(6 / (5 / 1.1 + 1))
+
+
+def test_plain_decoding_is_rated_by_what_was_known_after_a_round() -> None:
+    """The first rounds' costs were taken for slower than they turned out, and first answers for faster than plain."""
+    before, learnt = replace(PLAIN, plain_rate=0.25), replace(PLAIN, plain_rate=1.0)
+    assert account([before, learnt, learnt]).plain_rate == pytest.approx(1.0)
+    reading = replace(PLAIN, plain_rate=0.25, num_context=100)  # slower than the others, as it reads a prompt
+    assert account([learnt, reading, learnt]).plain_rate == pytest.approx(3 / (1 + 4 + 1))
 
 
 def test_of_fixed_sizes_nothing_was_expected() -> None:
