@@ -25,12 +25,16 @@ def stack_settings(
         model = str(demonstration_folder())
         target = ["--model", model, "--resident-layers", "0"]
         draft = ["--model", model, "--drop-layers", SUBSTITUTE_DROPS]
-    orchestrator = ["--port", "0", "--http-port", "0", *orchestrator_flags, *everywhere_flags]
-    target, draft = [*target, *everywhere_flags], [*draft, *everywhere_flags]
+    orchestrator = ["--http-port", "0", *orchestrator_flags, *everywhere_flags]
+    return settings_of([*target, *everywhere_flags], [*draft, *everywhere_flags], orchestrator)
+
+
+def settings_of(target: Sequence[str], draft: Sequence[str], orchestrator: Sequence[str] = ()) -> Settings:
+    """Settings of one target, one draft and one orchestrator on free ports, from their flags and the environment."""
     return Settings(
         parse(TargetConfig, "target_worker", target, os.environ),
         parse(DraftConfig, "draft_worker", draft, os.environ),
-        parse(OrchestratorConfig, "orchestrator", orchestrator, os.environ),
+        parse(OrchestratorConfig, "orchestrator", ["--port", "0", *orchestrator], os.environ),
     )
 
 

@@ -25,18 +25,19 @@ from pathlib import Path
 
 from bough.client import Client
 from bough.config.cache_paths import demonstration_folder
-from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse, to_flags
+from bough.config.processes import OrchestratorConfig, to_flags
 from bough.errors import BoughError
 from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.exit_with_parent import MODULE
-from bough.processes.launch import Cluster, Settings, launched
+from bough.processes.launch import Cluster, launched
 from bough.protocol.decision import Decision
 from bough.protocol.generation import GenerateOptions, Speculation, TokenPrompt
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.tokenization.tokenizer import Tokenizer
 from loadtest.common.prompts import load_prompts
+from loadtest.common.stacks import settings_of
 from loadtest.common.streams import Stream, stream
 from loadtest.regret.real import Measured, RealRegime, Scale, Task
 from loadtest.regret.scoring import round_time_error, token_error
@@ -44,16 +45,6 @@ from loadtest.regret.scoring import round_time_error, token_error
 WARM_TOKENS = 4
 HALF_TOKENS = 6  # half of the tokens that plain decoding generates; the disturbance begins after them
 OTHER = "orchestrator of fixed sizes"
-
-
-def settings_of(regime: RealRegime) -> Settings:
-    """Settings of `bough up` with the regime's flags."""
-    model = str(demonstration_folder())
-    return Settings(
-        parse(TargetConfig, "target_worker", ["--model", model, *regime.target_flags], {}),
-        parse(DraftConfig, "draft_worker", ["--model", model, *regime.draft_flags], {}),
-        parse(OrchestratorConfig, "orchestrator", ["--port", "0"], {}),
-    )
 
 
 @asynccontextmanager
@@ -207,7 +198,8 @@ def _is_unequal(one: Stream, plain: Stream) -> bool:
 async def measure(task: Task) -> Measured:
     """Start everything, measure, and end everything."""
     ensure_demonstration()
-    settings = settings_of(task.regime)
+    model = ["--model", str(demonstration_folder())]
+    settings = settings_of([*model, *task.regime.target_flags], [*model, *task.regime.draft_flags])
     fixed = replace(settings.orchestrator, planner="fixed")
     async with (
         launched(settings, lambda _: None) as cluster,

@@ -18,10 +18,11 @@ from bough.client import Client
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, parse, to_flags
 from bough.processes.child import Child
 from bough.processes.exit_with_parent import MODULE
-from bough.processes.launch import Cluster, Settings
+from bough.processes.launch import Cluster
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.security.certificates import CertificateFiles
+from loadtest.common.stacks import settings_of
 
 CONFIGS: dict[str, type[ServiceConfig]] = {
     "target": TargetConfig,
@@ -139,11 +140,7 @@ async def stack(
         "draft": ["--simulate", str(profile), *everywhere_flags, *worker_flags],
         "orchestrator": ["--port", "0", "--http-port", "0", *orchestrator_flags, *everywhere_flags],
     }
-    settings = Settings(
-        parse(TargetConfig, "target_worker", flags["target"], os.environ),
-        parse(DraftConfig, "draft_worker", flags["draft"], os.environ),
-        parse(OrchestratorConfig, "orchestrator", flags["orchestrator"], os.environ),
-    )
+    settings = settings_of(**flags)
     with TemporaryDirectory(prefix="bough-served-") as folder:
         cluster = Cluster(settings, Path(folder))
         try:

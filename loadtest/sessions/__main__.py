@@ -35,7 +35,6 @@ from typing import Any
 from bough.client import Client
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
 from bough.config.flag_parser import FlagParser
-from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Settings, launched
@@ -44,6 +43,7 @@ from bough.simulation.tokenizer import simulated_tokenizer
 from bough.tokenization.tokenizer import Tokenizer
 from loadtest.chaos.streams import Answer, Tally
 from loadtest.common.prompts import load_prompts
+from loadtest.common.stacks import settings_of
 from loadtest.common.tiny_model import save_model
 from loadtest.sessions.rounds_file import write_runs
 from loadtest.sessions.runs import Together, together
@@ -127,12 +127,8 @@ def _settings(arguments: argparse.Namespace, model: str) -> Settings:
         target = ["--model", model, "--resident-layers", "0"]
         draft = ["--model", arguments.draft or model, "--drop-layers", arguments.drop_layers]
     target = [*target, *shlex.split(arguments.target_flags)]
-    orchestrator = ["--port", "0", *shlex.split(arguments.orchestrator_flags)]
-    return Settings(
-        parse(TargetConfig, "target_worker", target, os.environ),
-        parse(DraftConfig, "draft_worker", [*draft, *shlex.split(arguments.draft_flags)], os.environ),
-        parse(OrchestratorConfig, "orchestrator", orchestrator, os.environ),
-    )
+    draft = [*draft, *shlex.split(arguments.draft_flags)]
+    return settings_of(target, draft, shlex.split(arguments.orchestrator_flags))
 
 
 async def measured(arguments: argparse.Namespace, model: str) -> dict[str, Any]:

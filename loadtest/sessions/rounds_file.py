@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from bough.errors import ConfigError
 from bough.protocol.generation import Tokens
@@ -100,17 +101,6 @@ def read_runs(path: Path) -> list[RunRecord]:
         ConfigError: the file is something else.
     """
     try:
-        return [_run(each) for each in json.loads(path.read_text())["runs"]]
+        return TypeAdapter(list[RunRecord]).validate_python(json.loads(path.read_text())["runs"])
     except (OSError, ValueError, TypeError, KeyError) as exc:
         raise ConfigError(f"--sessions: must be a file written by --rounds, got {str(path)!r} ({exc})") from exc
-
-
-def _run(value: dict[str, Any]) -> RunRecord:
-    streams: Sequence[dict[str, Any]] = value["streams"]
-    return RunRecord(
-        value["num_sessions"],
-        value["seconds"],
-        tuple(
-            StreamRecord(**{**each, "rounds": tuple(RoundRecord(**one) for one in each["rounds"])}) for each in streams
-        ),
-    )
