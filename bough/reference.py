@@ -28,8 +28,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder, is_written
+from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
 from bough.config.flag_parser import FlagParser
+from bough.model.write_demonstration import write_demonstration
 
 MAX_NODES = 256  # of a tree
 
@@ -392,10 +393,7 @@ def main() -> None:
     if options.temperature < 0 or (options.sequoia and options.temperature == 0):
         parser.error(f"--temperature: must be at least 0, or above 0 with --sequoia, got {options.temperature}")
     folder = demonstration_folder(copies=0)
-    if not is_written(folder, copies=0):
-        from bough.model.write_demonstration import write_demonstration  # imports transformers, which takes seconds
-
-        write_demonstration(folder, copies=0)
+    write_demonstration(folder, copies=0)  # unless it is there
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompt = tokenizer.encode(options.prompt).ids
     if not prompt:
