@@ -157,17 +157,6 @@ async def test_https_at_the_door_of_plain_http_ends_at_once(tmp_path: Path) -> N
         )
 
 
-async def test_who_shakes_no_hands_is_no_hindrance(door: Door) -> None:
-    """A connection that says nothing takes a place among the handshakes for seconds, and nobody else's time."""
-    port = httpx.URL(door.orchestrator.requests.http_url).port
-    assert port is not None
-    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
-    async with door.http(context_of(AUTHORITY)) as http, asyncio.timeout(AT_ONCE_SECONDS):
-        assert (await http.get("/health")).status_code == 200
-    for _, writer in silent:
-        writer.close()
-
-
 async def test_handshakes_are_bounded_in_number_and_in_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,10 +7,14 @@ import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import grpc
 import pytest
 
+from bough.config.processes import TargetConfig, parse
+from bough.errors import ConfigError
+from bough.model.backend import REFERENCE_NOTE, computing_by
 from bough.pb.target_pb2 import VerifyReply
 from bough.protocol import codec
 from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
@@ -19,6 +23,7 @@ from bough.rpc.server import open_channel, serving
 from bough.rpc.services import TARGET, add_service, stub_of
 from bough.trees.tree import Tree
 from target_worker.service import TargetService
+from target_worker.worker import TargetWorker
 from tests.fakes.target import verify_call
 from tests.fakes.waiting import PATIENCE_SECONDS, until
 
@@ -82,3 +87,28 @@ async def test_scores_of_given_tokens_are_encoded_off_the_event_loop(monkeypatch
     assert [at.token.logprob for at in reply.logprobs] == [-1.0, -1.0]
     assert threads
     assert threading.main_thread() not in threads
+
+
+FLAGS = "--max-context 64 --kv-memory 1MB --dtype float32 --device cpu"
+
+
+def worker_of(folder: Path, backend: str) -> TargetWorker:
+    return TargetWorker(
+        parse(TargetConfig, "t", ["--model", str(folder), "--backend", backend, *FLAGS.split()], {}), "t"
+    )
+
+
+def test_the_reference_is_named_in_identity_and_notes(tiny: Path) -> None:
+    with computing_by("cpu"):  # what a worker chooses counts for its process
+        worker = worker_of(tiny, "reference")
+        try:
+            info = worker.info()
+        finally:
+            worker.close()
+    assert "by torch's operators" in info.arithmetic
+    assert REFERENCE_NOTE in info.notes
+
+
+def test_kernels_of_another_device_are_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--backend: must be auto, cpu or reference on cpu, got triton$"):
+        worker_of(tiny, "triton")

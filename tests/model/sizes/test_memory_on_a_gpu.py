@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from bough.config.processes import TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.container import TensorPlace
+from bough.model.kv.session_kv import KVShape
 from bough.model.loading.default_settings import GPU_ROWS, chosen_dtype, conversion, settled
 from bough.model.loading.loading import build_skeleton
 from bough.model.running.host_embeddings import embeddings_for_host, host_bytes
 from bough.model.sizes import memory_budget
 from bough.model.sizes.memory_budget import budgets, device_budget, other_devices, with_kv_memory
 from bough.model.sizes.model_sizes import find_model, model_shapes
+from bough.model.sizes.target_limits import TargetLimits
 from bough.sizing.placement import HOST_SLABS, Budgets, Fixed, Placement, Tier, place, place_with
 from loadtest.common.tiny_model import TINY, save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device
@@ -144,3 +147,41 @@ def test_float16_on_the_device_is_near_what_the_cpu_says(tmp_path: Path) -> None
     folder = save_model(tmp_path / "model", FAMILIES["llama"])
     mine, theirs = on_device(folder, Where(), torch.float16), on_cpu(folder, torch.float32)
     assert float((mine - theirs).abs().max()) < 0.02 * float(theirs.abs().max())
+
+
+SHAPE = KVShape(80, 8, 128, torch.bfloat16)  # of a 70B: 327,680 bytes a token
+
+
+def with_default_context(num_positions: int, memory: int, *flags: str) -> TargetConfig:
+    config = parse(TargetConfig, "t", ["--model", "m", *flags], {})
+    return with_kv_memory(config, SHAPE, num_positions, memory, 0)
+
+
+def test_the_default_context_is_the_models_own_where_memory_holds_it() -> None:
+    """It was 2,048 tokens, whatever the model: fewer than the first request of an agent."""
+    config = with_default_context(8192, 24 * GB)
+    assert config.max_context == 8192
+    assert config.kv_memory == (8192 + 512) * SHAPE.row_bytes
+    assert with_default_context(8192, 64 * GB, "--kv-memory", "8GB").max_context == 8192
+
+
+def test_the_default_context_is_what_kv_memory_holds_where_that_is_less() -> None:
+    config = with_default_context(131_072, 24 * GB)
+    assert (config.kv_memory, config.max_context) == (3 * GB, 8448)
+    assert TargetLimits.of(config, 131_072).num_rows(SHAPE.row_bytes, config.kv_memory) >= 8448 + 512
+    assert with_default_context(131_072, 24 * GB, "--kv-memory", "1GB").max_context == 2304
+    assert with_default_context(131_072, 4 * GB).max_context == 2048, "the least, for which there was room before"
+
+
+def test_max_context_is_followed_up_to_the_models_own_limit() -> None:
+    assert with_default_context(8192, 24 * GB, "--max-context", "3000").max_context == 3000
+    assert with_default_context(8192, 24 * GB, "--max-context", "9000").max_context == 8192
+    assert with_default_context(131_072, 24 * GB, "--max-context", "32768").kv_memory == (32768 + 512) * SHAPE.row_bytes
+
+
+@pytest.mark.parametrize("flags", [(), ("--max-context", "4096")])
+def test_as_many_sessions_as_are_asked_for_have_room_for_the_context(flags: tuple[str, ...]) -> None:
+    config = with_default_context(131_072, 200 * GB, "--kv-sessions", "4", *flags)
+    limits = replace(TargetLimits.of(config, 131_072))
+    assert limits.num_rows(SHAPE.row_bytes, config.kv_memory) >= 4 * limits.slot_rows
+    assert config.max_context >= 4096

