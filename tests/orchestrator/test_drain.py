@@ -1,4 +1,4 @@
-"""Taking leave: nothing new comes in, what runs may finish, what is left gets a status, and the process ends with 0."""
+"""A process that drains finishes what runs and refuses what is new; connections that end by age lose no call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Target over gRPC: a caller that goes takes its call along, and many scores hold up nobody."""
+"""A target over gRPC: calls end with their callers, scores hold up nobody, and it reports its backend."""
 
 from __future__ import annotations
 

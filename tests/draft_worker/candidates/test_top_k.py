@@ -1,4 +1,4 @@
-"""The largest logits of a row: the search through groups against sorting all of them."""
+"""The largest logits of a row, compared with sorting, and the noise of single tokens."""
 
 from __future__ import annotations
 

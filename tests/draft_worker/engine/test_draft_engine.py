@@ -1,5 +1,4 @@
-"""Sessions and the engine with a fake draft: rounds, rollbacks, many sessions in one step, and callers that change
-their minds."""
+"""Sessions of a draft engine grow what fresh ones would, over rounds, rollbacks and callers that leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention: what slots hold of it, and weights that are its own. That it is exact: test_batch_invariance.py."""
+"""Latent attention: what slots hold of it, and its weights; and functions that run side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files: bit for bit what their weights, as the library gguf writes them out, give in a folder."""
+"""GGUF files give the bits of their weights in a folder, and files that cannot be read are refused by name."""
 
 from __future__ import annotations
 

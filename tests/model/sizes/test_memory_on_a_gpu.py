@@ -1,4 +1,4 @@
-"""What a GPU's memory is for: as many layers as it holds, on the cards that people have."""
+"""How a GPU's memory is divided among layers, KV and unpacking, and the default context of a target."""
 
 from __future__ import annotations
 

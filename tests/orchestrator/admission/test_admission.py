@@ -1,4 +1,4 @@
-"""Places and the queue before them: never too many at once, in order, nothing lost, and an honest delay."""
+"""Places, the queue for them, deadlines, and the limits of an API key."""
 
 from __future__ import annotations
 

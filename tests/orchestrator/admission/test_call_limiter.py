@@ -1,4 +1,4 @@
-"""What is too much is refused by its number and size before it is decoded; what is large is read beside the loop."""
+"""What is too much is refused by its number and size before it is decoded, and too long a prompt by its limit."""
 
 from __future__ import annotations
 

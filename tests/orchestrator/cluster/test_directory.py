@@ -1,4 +1,4 @@
-"""Which workers are known, from the first moment on."""
+"""Which workers are known, how often those that do not answer are tried, and in which order rounds continue."""
 
 from __future__ import annotations
 

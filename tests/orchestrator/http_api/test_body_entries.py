@@ -1,4 +1,4 @@
-"""Bodies of very many values: refused before they are made, which would stop all streams for seconds."""
+"""What is refused before it is read: bodies of too many values, and host names of others on the loopback address."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from bough.client import Client
 from bough.protocol.generation import ChatPrompt, Finished, GenerateOptions, Message, Tokens
-from tests.fakes.http_stack import HttpStack, Json, http_stack
+from tests.fakes.http_stack import HttpStack, Json
 
 PATH = "/v1/chat/completions"
 QUESTION = "Why is the sky blue?"
@@ -23,12 +22,6 @@ BODY: Json = {
     "speculation": False,
 }
 GUESSED = {"speculation": {"budget": 8, "width": 2, "depth": 3}}
-
-
-@pytest.fixture(scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
-    async with http_stack(tmp_path_factory.mktemp("chat")) as running:
-        yield running
 
 
 def text_of(answer: Json, index: int = 0) -> str:

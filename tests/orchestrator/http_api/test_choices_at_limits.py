@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -16,19 +15,13 @@ from orchestrator.cluster.tokenizer_threads import NUM_THREADS
 from orchestrator.opening import opening
 from orchestrator.opening.prompt import whole_prompt
 from orchestrator.serving.tenants import Callers
-from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
+from tests.fakes.http_stack import HttpStack, Json, error_of
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow  # running services are called
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES: Json = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "speculation": False}
 TEXT: Json = {"prompt": "x", "ignore_eos": True, "speculation": False}
-
-
-@pytest.fixture(scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
-    async with http_stack(tmp_path_factory.mktemp("choices")) as running:
-        yield running
 
 
 def limited(door: HttpStack, monkeypatch: pytest.MonkeyPatch, max_running: int, max_waiting: int) -> Admission:

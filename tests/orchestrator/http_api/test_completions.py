@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-import pytest
-
 from bough.client import Client
 from bough.protocol.generation import Finished, GenerateOptions, TextPrompt, Tokens
-from tests.fakes.http_stack import HttpStack, Json, http_stack
+from tests.fakes.http_stack import HttpStack, Json
 
 PATH = "/v1/completions"
 BODY: Json = {"prompt": "Once upon", "seed": 5, "max_tokens": 6, "ignore_eos": True, "speculation": False}
-
-
-@pytest.fixture(scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
-    async with http_stack(tmp_path_factory.mktemp("completions")) as running:
-        yield running
 
 
 async def tokens_of(door: HttpStack, text: str) -> list[int]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 
 import pytest
 
 from bough.config.addresses import has_page
 from bough.config.processes import OrchestratorConfig, parse
 from orchestrator.http_api.app import PAGE, PAGE_FILES
-from tests.fakes.http_stack import HttpStack, http_stack
+from tests.fakes.http_stack import HttpStack
 from tests.fakes.waiting import PATIENCE_SECONDS
 
 CHAT = "/v1/chat/completions"
@@ -22,12 +21,6 @@ BODY = {
     "ignore_eos": True,
     "stream": True,
 }
-
-
-@pytest.fixture(scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
-    async with http_stack(tmp_path_factory.mktemp("page")) as running:
-        yield running
 
 
 async def test_a_stream_tells_its_rounds_where_it_is_asked_to(door: HttpStack) -> None:

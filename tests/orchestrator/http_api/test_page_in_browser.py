@@ -55,12 +55,6 @@ BIG_TREE = """import('/ui/tree.js').then(({ drawTree }) => {
 })"""
 
 
-@pytest.fixture(scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
-    async with http_stack(tmp_path_factory.mktemp("page")) as running:
-        yield running
-
-
 @pytest.fixture
 async def page(door: HttpStack, tmp_path: Path) -> AsyncIterator[Page]:
     async with browser_page(tmp_path) as opened:

@@ -17,7 +17,7 @@ from orchestrator.http_api.body import MAX_BODY_BYTES
 from orchestrator.http_api.fields.base import Fields
 from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, MessageFields
 from orchestrator.http_api.responses.fields import ResponseFields
-from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
+from tests.fakes.http_stack import HttpStack, Json, error_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER: Json = {"role": "user", "content": "x"}
@@ -30,12 +30,6 @@ HALF_A_PAIR: Json = {"name": "f", "arguments": '{"a": "\\ud83d"}'}
 LIST: Json = {"name": "f", "parameters": {"type": "array"}}
 SHORT: Json = {"max_tokens": 1, "speculation": False}
 FUZZ = settings(max_examples=120, derandomize=True)
-
-
-@pytest.fixture(scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
-    async with http_stack(tmp_path_factory.mktemp("refusals")) as running:
-        yield running
 
 
 @pytest.mark.parametrize(

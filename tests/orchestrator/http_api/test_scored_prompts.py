@@ -1,4 +1,4 @@
-"""Answers with the log-probabilities of long prompts: limited in size, and spelled and written off the event loop."""
+"""Answers with log-probabilities of long prompts have a limited size, and several streams are sent as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of a connection: clients that leave, or stop reading; errors half-way; the server's own end."""
+"""The life of an HTTP connection: clients that leave or stop reading, errors half-way, draining, and its end."""
 
 from __future__ import annotations
 
@@ -44,12 +44,6 @@ BODY: Json = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True
 ENDLESS = BODY | {"max_tokens": 4000}
 JSON = {"content-type": "application/json"}
 SLOW = {"clock_scale": 1.0}  # half a second a sweep
-
-
-@pytest.fixture(scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
-    async with http_stack(tmp_path_factory.mktemp("streams")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Sessions that are not kept leave nothing at their workers, whatever ends their requests and when."""
+"""However requests end, their workers keep nothing of sessions that are not kept, and epochs go on growing."""
 
 from __future__ import annotations
 

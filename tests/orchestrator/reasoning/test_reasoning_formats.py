@@ -1,4 +1,4 @@
-"""Where thoughts begin is told by the prompt, and a grammar starts where they end."""
+"""Where reasoning begins and ends in an output, in whatever pieces its text comes; grammars start after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guesses from a session's own text, and what is learnt of them."""
+"""Guesses from a session's own text, compared with a search through all of it, and what is learnt of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first round is planned for the tokens that the target has to read, and not for those that it holds already."""
+"""A first round is planned for the tokens that the target has to read; rounds are reported with predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which size is chosen: against every other size, on staircases, and at the edges."""
+"""Which size is chosen, compared with every other size; and two trees merged into one."""
 
 from __future__ import annotations
 

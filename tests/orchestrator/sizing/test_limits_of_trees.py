@@ -1,4 +1,4 @@
-"""Every limit on a tree passes through the sizer: what requests ask for, what workers take, what is left to say."""
+"""Every limit on a tree passes through the sizer, with sizes that it chooses and with fixed ones."""
 
 from __future__ import annotations
 

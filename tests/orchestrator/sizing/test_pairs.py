@@ -1,4 +1,4 @@
-"""What a step is worth to a draft worker, whether trees come to what they promise, and when drafting is tried again."""
+"""What is learnt of a target and a draft: calibrated probabilities, a step's worth, trust, and when to try again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a round is expected to take, from rounds whose seconds are known."""
+"""The expected seconds of a round, and what is known of each worker's seconds."""
 
 from __future__ import annotations
 

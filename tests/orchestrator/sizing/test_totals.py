@@ -1,4 +1,4 @@
-"""The record of decisions: what is kept, for how long, and how well predictions agreed."""
+"""What the orchestrator records of rounds: decisions, calibrations by draft worker, and counts of accepted guesses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ring: right bytes in the right order, across sweeps, errors and restarts."""
+"""The ring of layers from disk: right bytes in order across sweeps, errors and restarts, and bytes counted once."""
 
 from __future__ import annotations
 

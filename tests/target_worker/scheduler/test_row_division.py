@@ -1,4 +1,4 @@
-"""Nodes that are left out of a sweep change no token, and are named."""
+"""Rows of a sweep are divided among trees as well as any other way would, and no division changes a token."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from functools import cache
 from http import HTTPStatus
 from typing import Any, get_args
@@ -34,7 +33,7 @@ from orchestrator.http_api.fields.tools import tools_of
 from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
 from orchestrator.http_api.responses.fields import ResponseFields, conversation, response_limits
 from orchestrator.tools.formats import HERMES
-from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
+from tests.fakes.http_stack import HttpStack, Json, error_of
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 QUESTION = "Why is the sky blue?"
@@ -49,12 +48,6 @@ CALL: Json = {"type": "function_call", "call_id": "call_1", "name": "f", "argume
 RETURNED: Json = {"type": "function_call_output", "call_id": "call_1", "output": "x"}
 THOUGHT: Json = {"type": "reasoning", "id": "rs_1", "summary": []}
 USER: Json = {"role": "user", "content": "x"}
-
-
-@pytest.fixture(scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
-    async with http_stack(tmp_path_factory.mktemp("responses")) as running:
-        yield running
 
 
 @cache
