@@ -69,7 +69,7 @@ def test_callers_at_once_get_the_trees_that_they_would_get_alone(tiny: Path) -> 
             assert result.held_length == alone.held_length == call.context.base_length
 
 
-def test_what_it_has_done_is_told_to_prometheus(tiny: Path) -> None:
+def test_a_draft_worker_reports_its_work_to_prometheus(tiny: Path) -> None:
     with worker(tiny) as draft:
         trees = [draft.grow(call).result().tree for call in calls(3)]
         with urllib.request.urlopen(f"http://127.0.0.1:{draft.metrics_port}/metrics", timeout=5) as reply:
@@ -118,7 +118,7 @@ def test_a_caller_that_gives_up_and_one_that_releases_leave_the_others_alone(tin
             draft.release("session 1").result()
 
 
-def test_growing_ahead_is_told_of_and_changes_no_tree(tiny: Path) -> None:
+def test_draft_ahead_is_reported_and_changes_no_tree(tiny: Path) -> None:
     """The draft as its own target, greedy: outcomes are what decoding goes on with."""
     with worker(tiny, "--ahead-steps", "20") as ahead, worker(tiny) as cold:
         tokens = [3, 1, 4]

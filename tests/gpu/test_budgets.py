@@ -77,7 +77,7 @@ def test_a_packed_sweep_waits_once_and_sends_nothing_within_a_layer(
 
 
 @pytest.mark.parametrize("kv_on_host", [False, True])
-def test_recurrent_layers_are_told_their_steps_once_and_take_them_in_a_launch(kv_on_host: bool, tmp_path: Path) -> None:
+def test_recurrent_layers_get_their_steps_once_and_take_them_in_one_launch(kv_on_host: bool, tmp_path: Path) -> None:
     """Two trees, and the token that one session has accepted before: a launch each in each of three layers."""
     folder = save_model(tmp_path / "model", FAMILIES["qwen3.5, recurrent layers"])
     kv = torch.device("cpu") if kv_on_host else device()

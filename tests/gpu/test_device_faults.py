@@ -73,7 +73,7 @@ OTHERS_ERRORS = {  # by what a library says, as a RuntimeError: what the devices
 
 
 @pytest.mark.parametrize("said", OTHERS_ERRORS)
-def test_errors_of_libraries_are_told_apart_by_asking_the_device(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_libraries_are_distinguished_by_asking_the_device(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton and cuBLAS raise no AcceleratorError. Any of a target's GPUs may be the one that is lost."""
     answer, wanted = OTHERS_ERRORS[said]
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)

@@ -92,7 +92,7 @@ def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OTHER_MIXTURES)
-def test_experts_come_to_one_device_beside_whole_layers_on_another(family: str, tmp_path: Path) -> None:
+def test_experts_come_to_one_device_while_another_holds_whole_layers(family: str, tmp_path: Path) -> None:
     """In the bits of one device that has all layers whole, as late as may be and by chance, wherever KV is."""
     folder = save_model(tmp_path / "model", FAMILIES[family])
     wanted = on_device(folder, Where(max_resident=9), torch.bfloat16)

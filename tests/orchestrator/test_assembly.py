@@ -71,7 +71,7 @@ async def test_it_serves_until_the_stop_event_and_leaves_signals_alone(stage: St
             await finish(orchestrator.callers.tenant(()))
 
 
-async def test_told_to_stop_before_the_index_answers_it_does_not_begin(stage: Stage) -> None:
+async def test_an_orchestrator_stopped_before_the_index_answers_does_not_start(stage: Stage) -> None:
     stop = asyncio.Event()
     nowhere = replace(config_of(stage), index_url="redis://127.0.0.1:1")
     entering = asyncio.create_task(assembled(nowhere, stop).__aenter__())

@@ -179,7 +179,7 @@ async def test_nothing_over_http_is_answered_without_a_key(door: Guarded, header
     assert not door.stage.target.asked
 
 
-async def test_figures_are_shown_to_whoever_has_a_key_or_to_all_where_that_is_set(tmp_path: Path) -> None:
+async def test_metrics_need_a_key_unless_they_are_open(tmp_path: Path) -> None:
     async with guarded(tmp_path) as door, door.http(ALICE) as client:
         assert any(text_string_to_metric_families((await client.get("/metrics")).text))
         assert door.orchestrator.requests.metrics_url.startswith("http://127.0.0.1:")

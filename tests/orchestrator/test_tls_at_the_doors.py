@@ -109,7 +109,7 @@ async def test_both_doors_answer_over_tls(door: Door, tmp_path: Path) -> None:
     assert await status_of(door.address, files=knowing(tmp_path)) == "SERVING"
 
 
-async def test_whoever_does_not_fit_is_told_why_at_once(door: Door, tmp_path: Path) -> None:
+async def test_a_client_that_does_not_fit_is_refused_with_the_reason_at_once(door: Door, tmp_path: Path) -> None:
     stranger = await refused(door.client(knowing(tmp_path, STRANGER, "stranger")))
     assert "its certificate must be of the authority in --tls-ca (BOUGH_TLS_CA)" in stranger
     plain = await refused(door.client(CertificateFiles()))

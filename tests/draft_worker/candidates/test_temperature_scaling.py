@@ -144,7 +144,7 @@ def test_a_power_that_is_set_is_not_learnt() -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "4.5", "much", "nan"])
-def test_a_power_that_is_none_is_refused_by_name(value: str) -> None:
+def test_an_invalid_power_is_refused_by_name(value: str) -> None:
     with pytest.raises(ConfigError, match=r"--inverse-temperature: .*0 to 4"):
         parse(DraftConfig, "draft_worker", ["--model", "m", "--inverse-temperature", value], {})
 

@@ -73,7 +73,7 @@ def test_a_row_of_no_numbers_says_so_and_harms_no_other() -> None:
     np.testing.assert_array_equal(values[1], sorted_best(logits[1].numpy(), 64)[0])
 
 
-def test_numbers_beside_many_nans_are_found_and_nothing_fails() -> None:
+def test_finite_logits_among_many_nans_are_found() -> None:
     """A head whose last rows are no numbers, as padding of a vocabulary may be, has NaN in every group."""
     logits = torch.randn(2, ENOUGH, generator=torch.Generator().manual_seed(0))
     logits[0, ENOUGH // 64 :] = torch.nan

@@ -80,7 +80,7 @@ steps = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 90), st.booleans(),
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(steps)
-def test_trees_are_those_grown_alone_whoever_gives_way(calls: list[tuple[int, int, bool, bool]]) -> None:
+def test_trees_are_those_grown_alone_whichever_session_is_evicted(calls: list[tuple[int, int, bool, bool]]) -> None:
     """Room for three; texts that share beginnings; growing ahead in between. Keys are tokens: a wrong row shows."""
     engine = new_engine(FakeModel(), num_rows=Window(100, 200).max_rows, ahead_steps=3)
     for who, length, is_other, releases in calls:
@@ -168,7 +168,7 @@ def test_a_call_that_fits_does_not_wait_for_rows_to_spare() -> None:
     engine.pool.check_integrity()
 
 
-def test_who_comes_when_the_draft_has_stopped_is_told_so(tiny: Path) -> None:
+def test_calls_to_a_stopped_draft_are_refused(tiny: Path) -> None:
     """Such a call once waited for its tree for ever."""
     with worker(tiny) as draft:
         pass

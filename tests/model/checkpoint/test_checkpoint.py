@@ -76,7 +76,7 @@ def test_a_tensor_that_stands_in_two_files_is_where_the_index_says(copy: Path) -
 
 
 @pytest.mark.parametrize("weight_map", [[1, 2], {"lm_head.weight": 7}, {"lm_head.weight": None}, None, "files"])
-def test_an_index_that_is_none(copy: Path, weight_map: object) -> None:
+def test_an_invalid_index_is_refused(copy: Path, weight_map: object) -> None:
     (copy / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointError, match=INDEX_NAME):
         Checkpoint.open(copy)

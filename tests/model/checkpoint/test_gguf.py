@@ -189,7 +189,7 @@ def test_norms_in_float32_are_no_conversion_to_speak_of(wide: tuple[Path, Path])
     assert not conversion(Checkpoint.open(wide[0]).tensors.values(), torch.bfloat16)
 
 
-def test_a_file_is_told_by_its_header_and_its_weights(wide: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_file_is_identified_by_its_header_and_its_weights(wide: tuple[Path, Path], tmp_path: Path) -> None:
     copy = shutil.copyfile(wide[0], tmp_path / "other.gguf")
     first = Checkpoint.open(wide[0])
     assert (first.name, Checkpoint.open(copy).name) == ("model.Q4_K_M", "other")

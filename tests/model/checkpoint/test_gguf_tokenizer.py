@@ -127,7 +127,7 @@ def test_what_goes_with_a_way_to_split(tmp_path: Path) -> None:
         assert Tokenizer(files).encode("abc12") == wanted
 
 
-def test_a_tokenizer_beside_the_file_is_used_if_it_has_the_file_s_tokens(
+def test_a_tokenizer_next_to_the_file_is_used_if_it_has_the_tokens_of_the_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

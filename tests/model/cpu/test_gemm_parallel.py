@@ -133,7 +133,7 @@ def test_products_on_processors_without_an_instruction_for_them(is_few: bool, mo
 
 
 @pytest.mark.parametrize(("num_threads", "num_pieces"), [(1, 5), (2, 7), (3, 2), (4, 64)])
-def test_each_piece_is_taken_once_whoever_is_slow(num_threads: int, num_pieces: int) -> None:
+def test_each_piece_is_taken_once_at_any_speed_of_threads(num_threads: int, num_pieces: int) -> None:
     taken = counters(num_threads)[0]
     first_of_last = take(taken, num_threads - 1, num_threads, num_pieces)
     alone = [take(taken, 0, num_threads, num_pieces) for _ in range(num_pieces - 1)]

@@ -185,7 +185,7 @@ def in_tree(model: ResidentModel, *others: int) -> torch.Tensor:
     return model.logits(Batch([*beside, Segment.tree(slot, len(CONTEXT), TREE)], None, CPU)).clone()
 
 
-def test_what_is_beside_a_row_in_8_bits_does_not_change_it(folder: Path) -> None:
+def test_other_rows_do_not_change_a_row_in_8_bits(folder: Path) -> None:
     model = loaded(folder, "8")
     alone = in_tree(model)
     for others in ((1,), (9,), (33, 20)):

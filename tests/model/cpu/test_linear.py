@@ -84,7 +84,7 @@ def test_shapes_are_kept_and_odd_addresses_read(dtype: torch.dtype) -> None:
     assert torch.equal(multiply(rows, matrix.t().contiguous().t(), bias), multiply(rows, matrix, bias))
 
 
-def test_what_cannot_be_multiplied_is_told() -> None:
+def test_what_cannot_be_multiplied_is_refused() -> None:
     assert not can_multiply(64, torch.float16)
     assert not can_multiply(41, torch.bfloat16)
     assert can_multiply(41, torch.float32)

@@ -122,7 +122,7 @@ def test_a_plan_has_the_sizes_of_the_files(name: str, tiny: Path, tmp_path: Path
     ("name", "field"),
     [("int8", "input_activations"), ("DeepSeek", "activation_scheme"), ("ModelOpt", "kv_cache_scheme and quant_algo")],
 )
-def test_activations_that_stay_unquantized_are_said_aloud(
+def test_activations_that_stay_unquantized_are_reported(
     name: str, field: str, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And their scales are not among the tensors that have no place."""

@@ -47,7 +47,7 @@ def test_auto_takes_a_gpu_where_there_is_one(two_gpus: None) -> None:
         choose_device("cuda:2")
 
 
-def test_without_a_gpu_auto_is_the_cpu_and_workers_refuse_to_be_told_otherwise(no_gpu: None, tiny: Path) -> None:
+def test_without_a_gpu_auto_is_the_cpu_and_workers_refuse_a_gpu(no_gpu: None, tiny: Path) -> None:
     assert choose_device("auto") == torch.device("cpu")
     flags = ["--model", str(tiny), "--device", "cuda"]
     with pytest.raises(ConfigError, match=r"--device: must be cpu or auto, as torch .*, got cuda"):
@@ -57,7 +57,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_workers_refuse_to_be_told_otherwise(n
 
 
 @pytest.mark.parametrize("is_here", [False, True])
-def test_a_gpu_that_torch_cannot_use_is_told(
+def test_a_gpu_that_torch_cannot_use_is_reported(
     is_here: bool, no_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A build of torch for CPUs, or a driver that is too old: a 70B would crawl, and nobody would know why."""

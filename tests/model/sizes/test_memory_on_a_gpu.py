@@ -89,7 +89,7 @@ def test_of_what_is_unpacked_one_matrix_has_room(awq_70b: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("num_sessions", [1, 2, 4])
-def test_kv_is_told_by_sessions(num_sessions: int, awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_memory_is_given_in_sessions(num_sessions: int, awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which each takes layers from the card, by what its tokens take."""
     flags = "--max-context", "8000", "--max-nodes", "192"
     placement = placed(monkeypatch, awq_70b, *flags, "--kv-sessions", str(num_sessions))
@@ -97,7 +97,7 @@ def test_kv_is_told_by_sessions(num_sessions: int, awq_70b: Path, monkeypatch: p
     assert len(placement.layers(Tier.RESIDENT)) >= 42 - 7 * num_sessions
 
 
-def test_kv_is_told_once(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_memory_is_given_once(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = "--kv-sessions", "2", "--kv-memory", "4GB"
     with pytest.raises(ConfigError, match=r"^--kv-sessions: must be left out with --kv-memory \(4.00 GB\), .*, got 2"):
         placed(monkeypatch, awq_70b, *flags)
@@ -121,7 +121,7 @@ def test_rows_and_data_type_are_those_of_device_and_checkpoint() -> None:
     assert chosen_dtype("auto", llama_70b(), "cuda") == "bfloat16"
 
 
-def test_a_conversion_is_said_aloud() -> None:
+def test_a_conversion_is_reported() -> None:
     def of(name: str, dtype: str, size: int) -> TensorPlace:
         return TensorPlace(name, Path(), 0, size, dtype, (size // 2,))
 

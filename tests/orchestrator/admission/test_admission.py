@@ -137,7 +137,7 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(party: Pa
     assert guests.admission.num_waiting == 1
 
 
-async def test_refused_callers_are_not_told_the_same_moment(party: Party) -> None:
+async def test_refused_callers_get_different_retry_delays(party: Party) -> None:
     clock = Clock()
     guests = party(Admission(1, 0, clock))
     await guests.come(0)

@@ -51,7 +51,7 @@ def request(options: GenerateOptions = LONG) -> generation_pb2.GenerateRequest:
 # Overload
 
 
-async def test_the_request_too_many_is_refused_at_once_and_told_when_to_come_back(stage: Stage) -> None:
+async def test_one_request_too_many_is_refused_at_once_with_a_retry_delay(stage: Stage) -> None:
     """Any gRPC client can read the delay: it is a google.rpc.RetryInfo, read here by gRPC's own reader."""
     stage.target.may_answer.clear()
     async with orchestrating(stage, "--max-running", "2", "--max-waiting", "1") as orchestrator:

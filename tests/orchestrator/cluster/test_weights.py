@@ -137,7 +137,7 @@ async def test_a_session_and_a_request_stay_with_their_weights(fakes: Fleet) -> 
 
 
 @pytest.mark.parametrize(("mine", "theirs", "fits"), [("h1", "h2", False), ("h1", "h1", True), ("", "h2", True)])
-async def test_a_target_that_starts_is_refused_beside_other_weights(
+async def test_a_target_is_refused_at_start_if_another_has_other_weights(
     fakes: Fleet, mine: str, theirs: str, fits: bool
 ) -> None:
     target = FakeTarget("t-theirs", fakes.tokenizer)

@@ -169,7 +169,7 @@ def test_a_choice_that_is_aborted_before_it_begins_takes_nothing_from_the_others
     assert [choice["finish_reason"] for choice in answer.whole()["choices"]] == ["stop", "abort"]
 
 
-def test_speculation_is_told_by_the_names_that_benchmarks_read() -> None:
+def test_speculation_is_reported_under_the_names_that_benchmarks_read() -> None:
     one = ended().speculation
     other = replace(one, num_rounds=1, num_draft_tokens=2, num_accepted_tokens=0, acceptance_histogram=(1,))
     assert speculative_decoding([one, other]) == {

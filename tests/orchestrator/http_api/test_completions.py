@@ -89,7 +89,7 @@ async def test_sixteen_tokens_are_the_default(door: HttpStack) -> None:
     assert (await door.answer(PATH, body))["usage"]["completion_tokens"] == 16
 
 
-async def test_tokens_and_texts_are_told_of_each_other(door: HttpStack) -> None:
+async def test_texts_are_tokenized_and_tokens_are_detokenized(door: HttpStack) -> None:
     text = "naïve ☃"
     read = await door.answer("/tokenize", {"prompt": text, "return_token_strs": True})
     assert read["count"] == len(read["tokens"]) == len(read["token_strs"])

@@ -31,7 +31,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
 @pytest.mark.parametrize(
     ("max_tokens", "is_told"), [(ROOM - 1, False), (ROOM, False), (ROOM + 1, True), (32_000, True), (UNLIMITED, False)]
 )
-async def test_more_than_the_context_holds_is_accepted_and_told(
+async def test_max_tokens_beyond_the_context_are_accepted_with_a_warning(
     door: HttpStack, max_tokens: int, is_told: bool
 ) -> None:
     """Agents send one large default to every model: refused, they have no use of it; untold, a cut text looks whole."""

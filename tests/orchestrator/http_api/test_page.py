@@ -23,7 +23,7 @@ BODY = {
 }
 
 
-async def test_a_stream_tells_its_rounds_where_it_is_asked_to(door: HttpStack) -> None:
+async def test_a_stream_includes_its_rounds_on_request(door: HttpStack) -> None:
     chunks = await door.chunks(CHAT, BODY | {"stream_options": {"include_rounds": True}})
     rounds = [chunk["metrics"]["round"] for chunk in chunks if "metrics" in chunk]
     text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
@@ -46,7 +46,7 @@ async def test_a_stream_tells_its_rounds_where_it_is_asked_to(door: HttpStack) -
     assert not any("metrics" in chunk for chunk in plain)
 
 
-async def test_why_rounds_were_so_is_told_by_the_answers_own_id(door: HttpStack) -> None:
+async def test_decisions_about_rounds_are_found_by_the_id_of_the_answer(door: HttpStack) -> None:
     chunks = await door.chunks(CHAT, BODY)
     decisions = (await door.client.get(f"/decisions/{chunks[0]['id']}")).json()
     assert sum(one["tokens"] for one in decisions) == 24

@@ -84,7 +84,7 @@ HM = ["<thi", "nk>", "\nHm", ", so.", "\n</", "think>"]
         (events(INSIDE, ["</think>"]), None, "", 1),
     ],
 )
-def test_thoughts_are_a_field_of_their_own_whole_and_streamed(
+def test_reasoning_is_a_separate_field_in_answers_and_streams(
     said: list[Event], reasoning: str | None, content: str | None, num_thought: int
 ) -> None:
     whole, chunks = answered(said, StreamOptions(continuous_usage_stats=True))
@@ -102,7 +102,7 @@ def test_thoughts_are_a_field_of_their_own_whole_and_streamed(
         chat.ChatCompletionChunk.model_validate(chunk)
 
 
-def test_without_thoughts_asked_for_they_are_left_out_and_counted() -> None:
+def test_reasoning_that_is_not_asked_for_is_left_out_and_counted() -> None:
     said = events(INSIDE, ["Hm", ", so."], ["</think>", "4"])
     whole, chunks = answered(said, has_reasoning=False, has_logprobs=True)
     assert whole["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": "4"}
@@ -123,14 +123,14 @@ def require_it_can_be_sent_back(whole: Json) -> None:
     assert parse(ChatFields, json.dumps({"messages": said}).encode()).messages[1].role == "assistant"
 
 
-def test_a_model_without_thoughts_answers_as_ever() -> None:
+def test_a_model_without_reasoning_answers_as_before() -> None:
     whole, chunks = answered(events(None, ["<think>", "Hm.</think>"]))
     assert whole["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": "<think>Hm.</think>"}
     assert "completion_tokens_details" not in whole["usage"]
     assert joined(chunks) == {"content": "<think>Hm.</think>"}
 
 
-def test_calls_are_looked_for_after_the_thoughts_alone() -> None:
+def test_calls_are_only_found_after_the_reasoning() -> None:
     whole, chunks = answered(events(INSIDE, [f"I could {CALL}", "\n</think>\n\n", f"Well.\n{CALL}"]), **CALLED)
     (choice,) = whole["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -151,7 +151,7 @@ def response_events(said: list[Event], **how: Any) -> list[Json]:
     return [*(chunk for event in said for chunk in answer.chunks(0, event)), *answer.last_chunks()]
 
 
-def test_a_response_has_its_thoughts_as_a_first_item() -> None:
+def test_reasoning_is_the_first_item_of_a_response() -> None:
     for calls in ({}, CALLED):
         said = events(BEFORE, ["<think>", "Hm", ", so."], [" ", "</think>", "\n\nIt", " is"], [" 4."])
         told = response_events(said, **calls)
@@ -182,7 +182,7 @@ def require_openai_form(told: list[Json]) -> None:
         adapter.validate_python(event, strict=True)
 
 
-def test_items_of_reasoning_are_thoughts_of_the_next_message_of_the_assistant() -> None:
+def test_reasoning_items_belong_to_the_next_message_of_the_assistant() -> None:
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     said = [{"role": "user", "content": "x"}, thought, {"role": "assistant", "content": "4"}, thought, call]

@@ -296,7 +296,7 @@ async def test_of_several_prompts_the_one_that_cannot_be_used_is_named(
         assert error_of(response)["message"].startswith(f"{field}: ")
 
 
-async def test_null_is_told_as_such_where_a_text_must_be(door: HttpStack) -> None:
+async def test_null_in_place_of_a_text_is_named_as_null(door: HttpStack) -> None:
     """It was told to be missing, by which nobody finds it. Beside a refusal it is how OpenAI answers."""
     said: Json = {"role": "assistant", "content": None}
     for message in (said, said | {"refusal": None}, {"role": "user", "content": None, "refusal": "No."}):

@@ -245,7 +245,7 @@ async def test_nobody_is_read_further_ahead_than_an_event() -> None:
     assert source.is_closed
 
 
-async def test_silence_is_told_and_loses_nothing() -> None:
+async def test_silence_is_reported_and_loses_nothing() -> None:
     source = Source(2, waits_at=1)
     events = merged([source.events()], 0.01)
     assert await anext(events) == Indexed(0, event(0))

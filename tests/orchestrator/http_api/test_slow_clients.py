@@ -213,7 +213,7 @@ async def test_of_too_many_connections_the_longest_idle_one_gives_way(
             writer.close()
 
 
-async def test_where_all_are_busy_the_connection_too_many_is_told_so(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_connection_too_many_is_refused_where_all_are_busy(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "most_connections", lambda: 2)
     async with http_serving("127.0.0.1", 0, app) as port:
         busy = [await connected(port, WHOLE.replace(b"quick", b"slow")) for _ in range(2)]

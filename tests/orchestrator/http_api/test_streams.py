@@ -272,7 +272,7 @@ async def test_a_client_that_hangs_up_ends_the_call_at_the_target(stage: Stage) 
         await until(lambda: orchestrator.requests.loads().num_requests_running == 0)
 
 
-async def test_doctor_and_clients_are_told_where_it_is_or_that_it_is_nowhere(stage: Stage) -> None:
+async def test_server_info_has_the_http_address_or_none(stage: Stage) -> None:
     for flags, is_open in (((), True), (("--http-port", "-1"), False)):
         async with (
             assembled(config_of(stage, *flags), asyncio.Event()) as orchestrator,
@@ -283,7 +283,7 @@ async def test_doctor_and_clients_are_told_where_it_is_or_that_it_is_nowhere(sta
             assert bool(url) is is_open
 
 
-async def test_a_connection_that_comes_as_the_server_leaves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_accepted_while_the_server_leaves_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """asyncio hands over a connection some steps after accepting it: such a one stayed open, and could ask on."""
     arrived, told = list[Callable[[], None]](), list[bool]()
     connection_made, on_tick = server._Protocol.connection_made, server._HttpServer.on_tick

@@ -137,7 +137,7 @@ async def test_who_is_aborted_leaves_the_queue_before_its_last_event_has_been_re
     await aborted.aclose()
 
 
-async def test_the_oldest_is_first_whoever_came_when() -> None:
+async def test_the_oldest_request_is_first_in_any_order_of_arrival() -> None:
     line, came = SlotQueue(), []
 
     async def wait(epoch: int) -> None:

@@ -143,7 +143,7 @@ async def test_the_last_record_is_tried_again_and_nobody_waits_for_that(recorder
     assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
 
 
-async def test_whoever_leaves_writes_what_is_to_be_tried_again(recorder: Recorder, fake: FakeRegistry) -> None:
+async def test_closing_writes_what_still_has_to_be_written(recorder: Recorder, fake: FakeRegistry) -> None:
     fake.go.set()
     fake.failures = [Unavailable("gone")] * 2
     record(recorder, 3)

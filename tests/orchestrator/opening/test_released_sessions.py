@@ -149,7 +149,7 @@ async def test_a_session_closed_in_its_first_round_is_released(fakes: Fleet) -> 
     await until(lambda: not target.held)
 
 
-async def test_a_cancellation_beside_the_end_of_a_stream_skips_no_release(
+async def test_a_cancellation_at_the_end_of_a_stream_skips_no_release(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, _ = await fakes.target("t")
@@ -179,7 +179,7 @@ async def test_a_cancellation_beside_the_end_of_a_stream_skips_no_release(
     assert [known.num_running for known in requests.directory.targets] == [0]
 
 
-def test_an_earlier_stream_is_told_who_goes_on_with_its_session() -> None:
+def test_an_earlier_stream_learns_which_call_continues_its_session() -> None:
     """In whichever order it ends and is told, also by way of a call that was superseded before it ran anything."""
     first, second = Stream("r", ""), Stream("r", "")
     told: list[str] = []
@@ -260,7 +260,7 @@ async def test_a_release_is_repeated_only_where_it_frees_a_slot_that_is_left(
 
 
 @pytest.mark.parametrize("num_ticks", range(6))
-async def test_a_cancellation_beside_an_abort_is_not_swallowed(num_ticks: int) -> None:
+async def test_a_cancellation_during_an_abort_is_not_swallowed(num_ticks: int) -> None:
     """A stop button sends Abort and closes the connection: the handler must end, or it waits for a reader for ever."""
     stream = Stream("r", "")
 

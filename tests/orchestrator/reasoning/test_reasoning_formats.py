@@ -90,7 +90,7 @@ def thoughts(template: str, kwargs: str = "", named: str = "auto", prompt: Promp
         (MAGISTRAL, "", Beginning.BEFORE),
     ],
 )
-def test_the_prompt_tells_where_an_answer_begins(
+def test_the_prompt_decides_where_an_answer_begins(
     template: str, kwargs: str, beginning: Beginning, has_tokens: bool
 ) -> None:
     found = thoughts(template, kwargs, has_tokens=has_tokens)
@@ -109,7 +109,7 @@ def test_a_parser_may_be_named_and_other_prompts_have_none() -> None:
         assert thoughts_of(prompt, whole_prompt(prompt, tokenizer, 300), tokenizer, named) is None
 
 
-def test_earlier_thoughts_reach_templates_that_read_them() -> None:
+def test_earlier_reasoning_reaches_templates_that_read_it() -> None:
     messages = (Message("user", "Hi"), Message("assistant", "4", reasoning="2 + 2"), Message("user", "So?"))
     read, unread = (tokenizer_of(template).decode(whole_prompt(ChatPrompt(messages), tokenizer_of(template), 300)) for
                     template in (QWEN, PLAIN))  # fmt: skip
@@ -151,7 +151,7 @@ YES = Constraint(choices=("yes", "no"))
 @pytest.mark.parametrize(
     ("constraint", "good", "bad"), [(WORD, "ab", "a1"), (NUMBER, "12", '"1"'), (LARK, "b", "x"), (YES, "no", "noo")]
 )
-async def test_a_form_is_that_of_what_follows_the_thoughts(
+async def test_a_constraint_applies_to_the_text_after_the_reasoning(
     constraint: Constraint, good: str, bad: str, has_tokens: bool
 ) -> None:
     after = Constraint(constraint.json_schema, constraint.regex, constraint.choices, constraint.lark, True)
@@ -171,7 +171,7 @@ async def test_a_form_is_that_of_what_follows_the_thoughts(
     assert not allows(opened, "Hm.</think>" + bad + "</think>" + good, R1, **tokens), "the first mark is the end"
 
 
-async def test_a_form_without_thoughts_is_that_of_the_whole_output() -> None:
+async def test_without_reasoning_a_constraint_applies_to_the_whole_output() -> None:
     alone = await form(PLAIN, WORD)
     after = Constraint(regex="[a-z]+", after_reasoning=True)
     assert await form(PLAIN, after) == alone
@@ -181,7 +181,7 @@ async def test_a_form_without_thoughts_is_that_of_the_whole_output() -> None:
         await form(R1, Constraint(lark='start: "a"\n' + "// é\n" * 26_000, after_reasoning=True))
 
 
-async def test_calls_that_are_demanded_come_after_the_thoughts() -> None:
+async def test_required_calls_come_after_the_reasoning() -> None:
     tools = Tools((Function("f", '{"type": "object", "additionalProperties": false}'),), ToolChoice.REQUIRED)
     grammar = await form(QWEN, None, tools)
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -192,7 +192,7 @@ async def test_calls_that_are_demanded_come_after_the_thoughts() -> None:
         assert allows(grammar, text, QWEN) is is_good, text
 
 
-async def test_beside_a_form_what_follows_the_thoughts_is_a_call_or_has_it() -> None:
+async def test_with_a_constraint_the_text_after_the_reasoning_is_a_call_or_meets_it() -> None:
     tools = Tools((Function("f", '{"type": "object", "additionalProperties": false}'),))
     grammar = await form(QWEN, Constraint(json_schema='{"type": "integer"}', after_reasoning=True), tools)
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -247,7 +247,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("beginning", "text", "expected"), TEXTS)
-def test_thoughts_end_where_their_mark_is_in_whatever_pieces_a_text_comes(
+def test_reasoning_ends_at_its_mark_however_the_text_is_split(
     beginning: Beginning, text: str, expected: tuple[str | None, str]
 ) -> None:
     for size in (1, 2, 3, 7, 99):

@@ -87,7 +87,7 @@ async def streamed(http: httpx.AsyncClient, **fields: Any) -> Json:
     return message
 
 
-async def test_thoughts_are_parted_whole_and_streamed_and_trees_change_nothing(http: httpx.AsyncClient) -> None:
+async def test_reasoning_is_separated_in_answers_and_streams_and_trees_change_nothing(http: httpx.AsyncClient) -> None:
     kinds = set()
     for seed in range(8):
         whole = await answered(http, seed=seed, logprobs=True)
@@ -109,7 +109,7 @@ async def test_thoughts_are_parted_whole_and_streamed_and_trees_change_nothing(h
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 4}, {"seed": 5, "temperature": 1.5}])
-async def test_a_form_begins_after_thoughts_whole_streamed_resumed_and_with_trees_or_without(
+async def test_a_constraint_starts_after_the_reasoning_in_answers_and_streams_with_and_without_trees(
     http: httpx.AsyncClient, served: Stack, sampling: Json
 ) -> None:
     forms: list[Json] = [
@@ -129,7 +129,9 @@ async def test_a_form_begins_after_thoughts_whole_streamed_resumed_and_with_tree
         assert re.fullmatch('[ab]{2}c|abba|baab|"ab"|"ba"', closed["content"]), closed
 
 
-async def test_over_grpc_a_text_has_its_thoughts_and_a_form_is_of_all_of_it_unless_said(served: Stack) -> None:
+async def test_over_grpc_a_text_includes_its_reasoning_and_a_constraint_applies_to_all_of_it_by_default(
+    served: Stack,
+) -> None:
     prompt = ChatPrompt((Message("user", "Hi"),))
     options = GenerateOptions(max_tokens=24, logit_bias=LIKELY, seed=3, constraint=Constraint(regex="[ab]{4}c"))
     after = replace(options, constraint=Constraint(regex="[ab]{4}c", after_reasoning=True))
@@ -154,7 +156,7 @@ async def generated(client: Client, prompt: ChatPrompt, options: GenerateOptions
     return text, tokens
 
 
-async def test_prompts_are_tokenized_with_their_variables_and_thoughts(http: httpx.AsyncClient) -> None:
+async def test_prompts_are_tokenized_with_template_variables_and_reasoning(http: httpx.AsyncClient) -> None:
     said = [HI, {"role": "assistant", "content": None, "reasoning": "ab"}, HI]
     off = {"enable_thinking": False}
     cases: list[tuple[Json, str]] = [

@@ -65,7 +65,7 @@ async def test_a_round_reads_a_few_of_the_sessions_tokens_however_many_there_are
     assert sum(by_round[1:]) < 4 * MAX_CONTEXT + NUM_ROUNDS * 6 * CHECKPOINT_TOKENS
 
 
-async def test_a_long_prompt_is_copied_and_hashed_beside_the_event_loop(
+async def test_a_long_prompt_is_copied_and_hashed_off_the_event_loop(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each took the event loop 19 ms at 131,000 tokens, with several targets to choose from."""

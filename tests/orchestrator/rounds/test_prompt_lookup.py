@@ -95,7 +95,7 @@ def test_a_long_prompt_is_read_over_several_rounds() -> None:
     assert [len(grow(guessing, tokens).tree) for _ in range(2)] == [1, 7]
 
 
-async def test_a_long_prompt_is_read_beside_the_event_loop_and_no_round_waits_for_it() -> None:
+async def test_a_long_prompt_is_read_off_the_event_loop_and_no_round_waits_for_it() -> None:
     """Whatever the event loop does meanwhile; then the guesses are what they would have been."""
     tokens, guessing, at_once = [1, 2, 3] * MAX_READ, lookup(), lookup()
     works: list[Callable[[], None]] = []

@@ -40,7 +40,7 @@ def test_pieces_are_whole_characters_and_join_to_the_text(text: str) -> None:
 
 
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.integers(0, 12))
-def test_a_stop_text_that_is_whole_too_early_ends_nothing_and_one_may_be_told(
+def test_stop_texts_before_min_tokens_end_nothing_and_may_be_included(
     text: str, stops: list[str], min_tokens: int
 ) -> None:
     ends = [
@@ -195,7 +195,7 @@ def test_bytes_that_never_became_a_character_complete_no_stop() -> None:
     assert output.finish() == "a\ufffd"
 
 
-def test_half_a_character_after_a_stop_in_one_token_is_not_told() -> None:
+def test_half_a_character_after_a_stop_text_is_not_sent() -> None:
     """Vocabularies have tokens such as a space and the first bytes of an emoji."""
     pieces = [b"a", b" \xf0\x9f"]
     output = TextStream(lambda tokens: b"".join(pieces[token] for token in tokens).decode(errors="replace"), (" ",))

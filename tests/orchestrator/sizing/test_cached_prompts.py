@@ -149,7 +149,9 @@ async def test_rounds_are_counted_to_the_end_of_an_answer(stack: Stack) -> None:
         assert numbers == list(range(1, len(numbers) + 1))
 
 
-async def test_a_running_system_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_running_system_reports_expected_and_realised_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What expectations are worth on a random model of one layer is another matter: they are there, and move."""
     always = Speculation(
         budget=8, lookup=0

@@ -124,7 +124,7 @@ def test_the_best_of_both_within_the_budget_best_first(pair: tuple[Tree, Tree], 
 
 
 @given(two_trees)
-def test_a_node_keeps_the_log_probability_of_whoever_guessed_it_first(pair: tuple[Tree, Tree]) -> None:
+def test_a_node_keeps_the_log_probability_of_its_first_guess(pair: tuple[Tree, Tree]) -> None:
     """Only `worth` says which estimate is believed: a node of both trees is still the draft's guess."""
     by_path = [dict(zip(paths(tree), tree.log_probs.tolist(), strict=True)) for tree in pair]
     both = union(*pair)

@@ -214,7 +214,7 @@ def test_what_is_sent_is_a_part_of_what_was_grown_with_parents_first() -> None:
     ],
     ids=["nan", "decreasing", "infinite", "rows that fall", "empty", "negative", "lengths", "no rows", "no step"],
 )
-def test_a_curve_that_is_none_is_ignored_with_a_warning_and_requests_go_on(
+def test_an_invalid_curve_is_ignored_with_one_warning_and_requests_go_on(
     bad: CostCurve, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a target whose info is sound and whose verdicts are not: what was known before goes on to hold."""

@@ -38,13 +38,13 @@ def outcome(
     return RoundOutcome(10, [7], result, grown, 5 * MS, 5 * MS, timings)
 
 
-def test_nothing_is_expected_of_a_target_that_has_told_nothing() -> None:
+def test_nothing_is_expected_of_a_target_that_has_sent_no_curve() -> None:
     times, unknown = RoundTimes(), situation(target=WorkerFacts("t", "t", 64, None))
     times.note(unknown)
     assert times.load(unknown) is None
 
 
-def test_what_a_round_takes_beside_the_sweep() -> None:
+def test_the_seconds_of_a_round_outside_its_sweep_are_learnt() -> None:
     times = RoundTimes()
     times.note(facts())
     for _ in range(8):
@@ -66,7 +66,7 @@ def test_what_a_round_takes_beside_the_sweep() -> None:
     assert (without.draft, without.network) == (0.0, pytest.approx(0.005))
 
 
-def test_what_a_curve_says_wrongly_of_sweeps_is_no_time_beside_them() -> None:
+def test_the_error_of_a_curve_is_not_counted_as_time_outside_the_sweep() -> None:
     """Sweeps take twice what the target says: of that no tree would be smaller or larger for long."""
     times, made = RoundTimes(), outcome()
     sweep_ns = made.timings.target_ns
@@ -82,7 +82,7 @@ def test_what_a_curve_says_wrongly_of_sweeps_is_no_time_beside_them() -> None:
     assert load.fixed_seconds == pytest.approx(0.005 + 0.002)
 
 
-def test_steps_take_as_long_as_they_have_taken_and_a_prompt_read_beside_is_none() -> None:
+def test_draft_steps_are_expected_to_take_as_long_as_before_and_prompts_are_not_counted() -> None:
     times = RoundTimes()
     times.note(facts())
     first = times.draft_seconds(facts(), RoundStats())
@@ -200,7 +200,7 @@ def test_a_median_is_followed_after_four_and_moved_by_no_single_one() -> None:
     assert recent.median == 3.0
 
 
-def test_a_curve_that_is_told_holds_until_the_next() -> None:
+def test_a_reported_curve_holds_until_the_next() -> None:
     times = WorkerTimes()
     times.update("w", STEADY)
     assert times.curve == STEADY

@@ -107,14 +107,14 @@ def test_noise_does_not_make_trees_grow() -> None:
     assert noisy == pytest.approx(quiet, rel=0.3)
 
 
-def test_beside_a_context_a_tree_has_what_is_left_of_the_level_part() -> None:
+def test_with_a_context_a_tree_gets_the_rows_left_before_the_knee() -> None:
     world = MadeRounds()
     world.play(20)
     assert [world.play(1, num_context=rows)[0].num_nodes for rows in (0, 20)] == [64, 44]
     assert 14 <= world.play(1, num_context=50)[0].num_nodes <= 24, "so few are each worth more than a row costs"
 
 
-def test_beside_other_sessions_a_tree_has_what_they_leave() -> None:
+def test_with_other_sessions_a_tree_gets_the_rows_that_they_leave() -> None:
     """Three share 64 rows that cost nothing; the target divides further, so a little more than that is sent."""
     alone, beside = MadeRounds(), MadeRounds(other_rows=40, other_trees=2)
     shared = beside.base.target.__class__("target", "target", 1024, FLAT, num_running=3)
@@ -165,7 +165,7 @@ def test_better_guesses_make_larger_trees_where_rows_cost() -> None:
     assert sizes[0] < sizes[-1]
 
 
-def test_predictions_agree_with_what_comes_to_pass() -> None:
+def test_predicted_tokens_and_seconds_agree_with_the_measured_ones() -> None:
     """Over 600 rounds: seconds within 5 % where sweeps vary by 5 %; tokens within 5 %, of which chance makes 2 %."""
     world = MadeRounds(sweep=STEEP, noise=0.05, network=0.01)
     decisions = [played.decision for played in world.play(700)[100:]]

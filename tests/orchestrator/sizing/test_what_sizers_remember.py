@@ -140,7 +140,7 @@ def test_a_new_session_begins_with_what_others_have_taught() -> None:
     assert first.num_nodes < MadeRounds(sweep=STEEP).play(1)[0].num_nodes
 
 
-def test_sessions_whose_guesses_differ_are_told_apart() -> None:
+def test_sessions_keep_their_own_acceptance() -> None:
     """One is guessed well and one badly, in turns; they share a pair, and keep stats of their own."""
     world = MadeRounds(sweep=STEEP)
     sizes: dict[str, list[int]] = {"easy": [], "hard": []}

@@ -51,7 +51,7 @@ def a_round(mode: Mode, *, sent: int, left_out: int = 0, tokens: int, expected: 
     )  # fmt: skip
 
 
-def test_rounds_are_told_by_the_names_of_vllm_and_of_the_sizer() -> None:
+def test_rounds_are_reported_under_the_names_of_vllm_and_of_the_sizer() -> None:
     totals = RoundTotals()
     totals.add(a_round(Mode.DRAFT, sent=64, left_out=3, tokens=4, expected=3.5))
     totals.add(a_round(Mode.DRAFT, sent=5, tokens=2, expected=2.5))
@@ -89,7 +89,7 @@ def test_rounds_are_told_by_the_names_of_vllm_and_of_the_sizer() -> None:
     assert values["bough_sizer_plan_seconds_sum"] == pytest.approx(0.0003)
 
 
-def test_requests_are_told_by_how_long_they_waited_for_what_and_how_they_ended() -> None:
+def test_requests_are_reported_with_their_waits_and_how_they_ended() -> None:
     totals, now = RequestTotals(), [100.0]
     watch = RequestWatch(totals, lambda: now[0])
     timings, speculation = RoundTimings(), SpeculationMetrics(2, 8, 2, 2.5, (0, 2), num_degraded_rounds=1)
@@ -126,7 +126,7 @@ def test_requests_are_told_by_how_long_they_waited_for_what_and_how_they_ended()
     assert values['bough_request_failures_total{error="Exhausted",model_name="m"}'] == 1
 
 
-def test_whoever_prefers_openmetrics_gets_the_names_as_they_are() -> None:
+def test_openmetrics_output_has_the_same_names() -> None:
     """prometheus_client would write them with an underscore in the colon's place, for real Prometheus servers alone."""
     server = MetricsServer()
     figures = Figures("m", 2, 5, 77, RequestTotals(), RoundTotals(), Histogram(BOUNDS))
@@ -143,7 +143,7 @@ def test_whoever_prefers_openmetrics_gets_the_names_as_they_are() -> None:
         server.close()
 
 
-def test_an_orchestrator_that_has_done_nothing_tells_zeros() -> None:
+def test_an_orchestrator_without_requests_reports_zeros() -> None:
     values = served(Figures("m", 0, 0, 0, RequestTotals(), RoundTotals(), Histogram(BOUNDS)))
     assert values["vllm:spec_decode_num_drafts_total"] == 0
     assert set(values.values()) == {0.0}
@@ -203,7 +203,7 @@ async def test_a_blocked_event_loop_shows_as_lag() -> None:
     assert sum(lag.tally.counts) >= 0.2 / PERIOD_SECONDS
 
 
-def test_troubles_of_a_request_are_told_while_it_runs() -> None:
+def test_faults_of_a_request_are_counted_while_it_runs() -> None:
     """They were told at its end, perhaps many minutes later, and never of a request that failed or was left."""
     totals = RequestTotals()
     session = Mock(num_failovers=0, num_degraded_rounds=0)

@@ -49,7 +49,7 @@ TWO, WORD = '{"name": "count", "arguments": {"n": 2}}', '{"name": "count", "argu
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_template_tells_its_format_unless_one_is_named(name: str) -> None:
+def test_the_format_of_calls_follows_from_the_template_unless_one_is_named(name: str) -> None:
     template, known = ChatTemplate(TEMPLATES[name], "", ""), KNOWN[name]
     assert format_of("auto", template) is format_of(known.name, template) is known
     assert format_of("hermes", template).name == "hermes"

@@ -126,7 +126,7 @@ def test_messages_are_parted_whole_and_streamed_in_whatever_pieces_they_come(nam
         assert (function["name"], function["arguments"]) == call
 
 
-def test_without_tools_what_is_said_to_one_counts_as_thoughts() -> None:
+def test_without_tools_a_call_counts_as_reasoning() -> None:
     whole, _ = said(f"{FINAL}Well.{NEXT}{CALL}", tools=None)
     assert (whole["reasoning"], whole["content"], "tool_calls" in whole) == (ROME[1], "Well.", False)
 
@@ -169,7 +169,7 @@ async def allowed(text: str, tools: Tools | None = None, **options: Any) -> bool
     return mask is not None and all(mask[end] for end in model().files.eos_token_ids)
 
 
-async def test_a_demand_for_a_call_allows_thoughts_and_a_call() -> None:
+async def test_a_required_call_allows_reasoning_and_a_call() -> None:
     call = CALL.removesuffix("<|call|>")
     templates = call.replace(
         "<|channel|>commentary to=functions.weather ", " to=functions.weather<|channel|>commentary "
@@ -220,7 +220,7 @@ async def test_tools_are_refused_where_an_operator_names_only_one_of_the_two_par
         await output_form(untold, GenerateOptions(), model(), tool_format, thoughts)
 
 
-def test_the_template_is_given_effort_tools_calls_thoughts_and_answers() -> None:
+def test_the_template_gets_effort_tools_calls_reasoning_and_answers() -> None:
     assert format_of("auto", model().template) is format_of("openai", model().template) is HARMONY
     call, result = ToolCall("call_1", "weather", '{"city":"Rome"}'), Message("tool", "Sunny.", (), "call_1")
     said = (*QUESTION, Message("assistant", "", (call,), reasoning="Hm."), result)

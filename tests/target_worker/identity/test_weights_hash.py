@@ -134,7 +134,7 @@ def test_while_sweeps_run_little_is_read_and_while_none_do_all_that_goes() -> No
 
 
 @pytest.mark.parametrize("idle_seconds", [0.0, 100.0])
-def test_whoever_closes_waits_for_a_piece_at_most(idle_seconds: float) -> None:
+def test_closing_waits_for_one_piece_at_most(idle_seconds: float) -> None:
     clock = Turned(idle_seconds)
     clock.is_over = True
     with pytest.raises(Closed):
@@ -194,7 +194,9 @@ def test_closing_ends_the_thread_in_the_middle_of_a_file(tmp_path: Path) -> None
     assert not weights._thread.is_alive()
 
 
-def test_a_target_tells_its_hash_once_it_is_known(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_target_reports_its_hash_once_it_is_known(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = shutil.copytree(tiny, tmp_path / "model")
     config = parse(TargetConfig, "t", ["--model", str(folder), "--dtype", "float32", "--threads", "1"], {})
     with caplog.at_level(logging.WARNING, "target_worker.identity.weights_hash"):

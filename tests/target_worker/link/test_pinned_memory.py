@@ -65,7 +65,7 @@ def cudart_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cudart]:
     return make
 
 
-def test_a_piece_that_is_refused_serves_unpinned_beside_others(
+def test_a_piece_that_cannot_be_pinned_is_used_unpinned(
     cudart_of: Callable[..., Cudart], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was once all or nothing, of a hundred gigabytes."""

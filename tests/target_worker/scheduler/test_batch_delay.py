@@ -153,7 +153,7 @@ def test_a_wait_has_an_end_however_many_begin_one_after_another() -> None:
     assert waited <= 10.0 + 0.9, "no longer than a sweep"
 
 
-def test_who_came_during_the_sweep_in_which_it_was_told_of_was_not_early() -> None:
+def test_a_session_that_arrives_during_the_sweep_of_its_report_is_not_counted_as_early() -> None:
     batch_delay = rounds_of("o", 1)
     told(batch_delay, "0", 5003.0, num_running=2)
     batch_delay.answered("0", 5012.0, "o")

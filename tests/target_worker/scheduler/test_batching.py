@@ -134,7 +134,7 @@ def test_a_tree_comes_before_a_long_prompt_and_the_prompt_gets_the_rest() -> Non
     assert {id(part.job): part.num_tokens for part in parts} == {id(tree): 24, id(long): 40}
 
 
-def test_a_prompt_beside_answers_under_way_fills_the_sweep_up_to_the_knee() -> None:
+def test_a_prompt_with_running_answers_fills_the_sweep_up_to_the_knee() -> None:
     long, tree = prompt(1000), Call(Text([]), 4)
 
     def sizes(calls: list[Call], knee: float) -> list[int]:

@@ -50,7 +50,7 @@ def test_the_walk_takes_the_targets_tokens_and_no_others() -> None:
     assert walk(tree, lambda _: 40).accepted_nodes == ()
 
 
-def test_a_warm_up_leaves_nothing_and_tells_what_keeps_it(engine: SweepEngine, model: FakeModel) -> None:
+def test_a_warm_up_leaves_nothing_and_reports_its_error(engine: SweepEngine, model: FakeModel) -> None:
     before = engine.pool.figures()
     engine.warm_up().result(5)
     model.error = StreamError("layer 1 is broken")
@@ -61,7 +61,7 @@ def test_a_warm_up_leaves_nothing_and_tells_what_keeps_it(engine: SweepEngine, m
     assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
 
 
-def test_a_verdict_tells_of_its_sweep_and_what_sweeps_take(engine: SweepEngine, model: FakeModel) -> None:
+def test_a_verdict_reports_its_sweep_and_the_cost_curve(engine: SweepEngine, model: FakeModel) -> None:
     assert engine.cost is None
     model.gate.clear()
     first = engine.verify(verify_call("z", [1]))
@@ -78,7 +78,9 @@ def test_a_verdict_tells_of_its_sweep_and_what_sweeps_take(engine: SweepEngine, 
     assert engine.cost is not None
 
 
-def test_what_a_warm_up_took_is_told_before_the_first_sweep(engine: SweepEngine, model: FakeModel) -> None:
+def test_the_cost_curve_of_the_warm_up_is_reported_before_the_first_sweep(
+    engine: SweepEngine, model: FakeModel
+) -> None:
     model.times = SweepTimes(8, LIMITS.max_sweep_tokens, CostCurve((8, 16), (0.5, 0.9), 8), 1000, 0.7)
     engine.warm_up().result(5)
     assert engine.cost is not None
@@ -298,7 +300,7 @@ def test_a_call_that_nobody_waits_for_leaves_before_the_next_sweep(engine: Sweep
     assert (figures.num_held, engine.num_waiting) == (2, 0)
 
 
-def test_passes_are_counted_so_that_a_stall_can_be_told_from_a_wait(engine: SweepEngine, model: FakeModel) -> None:
+def test_passes_are_counted_when_they_end(engine: SweepEngine, model: FakeModel) -> None:
     before = engine.num_passes
     model.gate.clear()
     call = engine.verify(verify_call("a", [1]))
@@ -372,7 +374,7 @@ def test_an_engine_that_is_stopped_leaves_nobody_waiting(model: FakeModel, clock
             left.result(0)
 
 
-def test_who_comes_when_the_engine_has_stopped_is_told_so(model: FakeModel, clock: Clock) -> None:
+def test_calls_to_a_stopped_engine_are_refused(model: FakeModel, clock: Clock) -> None:
     """Such a call once waited for an answer for ever."""
     with running(model, new_pool(clock)) as engine:
         engine.stop()

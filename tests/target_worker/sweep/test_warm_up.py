@@ -58,9 +58,7 @@ class Known(NamedTuple):
     volume: CostCurve | None = None
 
 
-def test_a_start_tells_what_sweeps_can_be_expected_to_take(
-    twelve_layers: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_measures_what_sweeps_will_take(twelve_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_model, "SweepTimes", Known)
     with streamed(twelve_layers, torch.bfloat16) as model:
         prior = model.warm_up(new_slot(model), MOST)

@@ -89,7 +89,9 @@ class World:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("has_additions", [False, True])
-def test_over_all_trees_texts_have_the_targets_law(seed: int, shape: str, scheme: Scheme, has_additions: bool) -> None:
+def test_over_all_trees_texts_have_the_targets_distribution(
+    seed: int, shape: str, scheme: Scheme, has_additions: bool
+) -> None:
     """Without a random number: what a round says, and after it plain decoding."""
     world, law = World(seed), defaultdict[Text, float](float)
     for sample, probability in world.trees(SHAPES[shape]):

@@ -74,7 +74,9 @@ def pairs(draw: st.DrawFn, max_vocab: int = 5) -> tuple[np.ndarray, Support]:
 
 @pytest.mark.parametrize("scheme", SAMPLED)
 @given(pair=pairs(max_vocab=4), num=st.integers(1, 3))
-def test_over_all_draws_the_law_is_the_targets(scheme: Scheme, pair: tuple[np.ndarray, Support], num: int) -> None:
+def test_over_all_draws_the_distribution_is_the_targets(
+    scheme: Scheme, pair: tuple[np.ndarray, Support], num: int
+) -> None:
     """Exactness of one level without a random number: the average over what the draft may draw."""
     target_probs, support = pair
     vocab_size = len(target_probs)

@@ -115,7 +115,7 @@ async def test_a_stop_text_completes_a_response(door: HttpStack) -> None:
     require_openai_form(events)
 
 
-async def test_a_stream_tells_of_its_items_in_order(door: HttpStack) -> None:
+async def test_a_stream_has_the_events_of_its_items_in_order(door: HttpStack) -> None:
     events = await door.events(PATH, BODY | LOGPROBS)
     require_openai_form(events)
     assert kinds_of(events) == [
@@ -368,7 +368,7 @@ def streamed(*events: Event, **fields: Any) -> tuple[list[Json], Json]:
     return told, answer.whole()
 
 
-def test_calls_are_items_beside_messages() -> None:
+def test_calls_are_items_of_their_own_between_messages() -> None:
     pieces = ["Well. ", '<tool_call>\n{"name": "f", "arg', 'uments": {"a', '": 1}}\n</tool_call>']
     events, response = streamed(Started("r", 5, 1, "m"), *map(tokens, [*pieces, pieces[1], pieces[2] + pieces[3]]),
                                 ended(), tools=[TOOL], tool_choice="auto")  # fmt: skip
@@ -405,7 +405,7 @@ def test_without_text_there_is_an_empty_message() -> None:
     assert events[-1]["type"] == "response.completed"
 
 
-def test_log_probabilities_of_tokens_whose_text_comes_late_are_told_with_it() -> None:
+def test_log_probabilities_are_sent_with_the_text_of_their_tokens() -> None:
     at = [PositionLogprobs(TokenLogprob(token, -0.5), ()) for token in (0, 1)]
     events, response = streamed(
         Started("r", 5, 1, "m"), tokens("", at[0]), tokens("ab"), tokens("", at[1]), ended(), **LOGPROBS
@@ -427,7 +427,7 @@ def test_what_is_asked_for_is_repeated(more: Json) -> None:
     assert (response["parallel_tool_calls"], response["top_p"], response["max_output_tokens"]) == (False, 0.5, 9)
 
 
-def test_an_error_before_the_start_is_told_of_a_response_too() -> None:
+def test_an_error_before_the_start_still_creates_a_response() -> None:
     """As clients put a response together from the event by which it was created."""
     given, tools = asked_for(model="m")
     answer = ResponseAnswer(Head("resp_1", 1), repeated(given, tools), None, tools, lambda _: HERMES)
