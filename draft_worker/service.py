@@ -21,6 +21,7 @@ from bough.pb import draft_pb2
 from bough.processes.worker_process import ServedWorker, WorkerService
 from bough.protocol import codec
 from bough.protocol.generation import WorkerInfo
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import GrowCall, GrowResult
 from bough.registry.records import WorkerLoad
 from bough.telemetry.call_context import serving_call
@@ -100,7 +101,7 @@ class ServedDraft(ServedWorker[DraftConfig]):
         self._inbox.post(request.future, lambda: self._start(request))
         return request.future
 
-    def release(self, session_id: str, epoch: int = 0) -> Future[None]:
+    def release(self, session_id: ScopedId, epoch: int = 0) -> Future[None]:
         """Forget a session; epoch 0 always forgets. The future raises NotFound, or StaleEpoch for a newer epoch."""
         future: Future[None] = Future()
 

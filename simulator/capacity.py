@@ -14,6 +14,7 @@ import numpy as np
 
 from bough.errors import ConfigError
 from bough.protocol.generation import Speculation
+from bough.protocol.ids import ScopedId
 from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
 from bough.simulation.profile import DraftProfile, NetworkProfile, Profile, TargetProfile
 from bough.trees.tree import Tree
@@ -121,7 +122,7 @@ class _Simulation:
         self._num_asked += 1
         law = Law(kind.acceptance or self._scenario.profile.acceptance, FIRST_WORD, NUM_WORDS)
         num_tokens = max(1, round(share * kind.output_tokens))
-        return Session(str(self._num_asked), PooledText(law, self._random), kind.prompt_tokens, num_tokens)
+        return Session(ScopedId(str(self._num_asked)), PooledText(law, self._random), kind.prompt_tokens, num_tokens)
 
     def _count_round(self, tree: Tree, num_tokens: int) -> None:
         measured = self._measured

@@ -22,6 +22,7 @@ from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import Speculation
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, GrowResult, Timings, VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import TokenHistory
 from bough.protocol.sampling_params import SamplingParams
@@ -52,7 +53,7 @@ Process = Generator[simpy.Event, Any, Any]
 class Session:
     """A session: what it asks for, where it runs, and where its time goes."""
 
-    name: str
+    session_id: ScopedId
     text: Text
     prompt_tokens: int
     num_tokens: int
@@ -174,7 +175,7 @@ class Target:
         self.pool = SlotPool(Arena(profile.kv_tokens, ROW_BYTES), LEASE_SECONDS, lambda: world.env.now, limits.kv_step)
         self._delay = BatchDelay(gather)
         self._calls = CallQueue(self.pool, limits, self._delay.left)
-        self._texts: dict[str, tuple[Session, float]] = {}  # by session: of the call in flight, and when it came
+        self._texts: dict[ScopedId, tuple[Session, float]] = {}  # by session: of the call in flight, and when it came
         self._arrived: list[tuple[Session, VerifyCall, simpy.Event]] = []
         self._line: dict[int, simpy.Event] = {}  # sessions that wait for KV memory, by number
         self._wakes = world.env.event()
@@ -195,7 +196,7 @@ class Target:
         """Have a tree verified; the event has a VerifyResult, or fails with an error of `bough.errors`."""
         done = self._world.env.event()
         self._arrived.append((session, call, done))
-        self._delay.arrived(session.name, self._world.env.now, CALLER, self.num_running)
+        self._delay.arrived(session.session_id, self._world.env.now, CALLER, self.num_running)
         if not self._wakes.triggered:
             self._wakes.succeed()
         return done
@@ -212,8 +213,8 @@ class Target:
 
     def leave(self, session: Session) -> None:
         """Forget a session that has ended."""
-        self._delay.left(session.name)
-        self.pool.release(session.name)
+        self._delay.left(session.session_id)
+        self.pool.release(session.session_id)
         self._offer_room()
 
     def _offer_room(self) -> None:
@@ -229,10 +230,10 @@ class Target:
             try:
                 self._calls.admit(call, future, 0)
             except (Exhausted, PrefixMissing) as exc:
-                self._delay.left(session.name)
+                self._delay.left(session.session_id)
                 future.set_exception(exc)
             else:
-                self._texts[session.name] = session, self._world.env.now
+                self._texts[session.session_id] = session, self._world.env.now
                 if self._line.pop(session.number, None) is not None:  # perhaps there is room for another, too
                     self._offer_room()
 
@@ -287,7 +288,7 @@ class Target:
         verdict = session.text.verdict(base, tree)
         path = (0, *verdict.accepted_nodes)
         self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
-        self._delay.answered(session.name, now, CALLER)
+        self._delay.answered(session.session_id, now, CALLER)
         self._yield.answered(len(path), expected_tokens(job))
         total, queue, sweep = (round(each * SECOND) for each in (now - arrived, began - arrived, now - began))
         timings = Timings(total, queue, compute_ns=sweep, num_passes=1)
@@ -318,11 +319,11 @@ class World:
         self._sizer, self._speculation = sizer, speculation
         self._num_sessions = 0
 
-    def run(self, sessions: Sequence[Session]) -> dict[str, float]:
+    def run(self, sessions: Sequence[Session]) -> dict[ScopedId, float]:
         """Run sessions concurrently, to their ends; returns the seconds of each."""
         processes = [self.env.process(self.generate(session)) for session in sessions]
         self.env.run(until=self.env.all_of(processes))
-        return {session.name: session.latency for session in sessions}
+        return {session.session_id: session.latency for session in sessions}
 
     def generate(self, session: Session) -> Process:
         """Run a session's rounds at the workers with the fewest sessions, like `orchestrator.rounds.round`."""
@@ -344,7 +345,7 @@ class World:
             session.num_rounds += 1
             self.num_tokens += len(tokens)
         session.ended = self.env.now
-        self._sizer.forget(session.name)
+        self._sizer.forget(session.session_id)
         target.leave(session)
         target.num_sessions -= 1
         if draft is not None:
@@ -361,7 +362,7 @@ class World:
         """One round; returns its tokens."""
         began, position = self.env.now, session.position
         situation = Situation(
-            session.name,
+            session.session_id,
             self._speculation,
             0.0,
             target.facts(),
@@ -376,7 +377,7 @@ class World:
         if plan.asks_draft and draft is not None:
             grown = yield from self._grow(session, draft, plan.tree)
             drafted = grown.tree
-        proposal = self._sizer.propose(session.name, drafted, Tree.root(root))
+        proposal = self._sizer.propose(session.session_id, drafted, Tree.root(root))
         result = yield from self._verify(session, target, proposal, history)
         tokens = result.verdict.tokens_of(proposal.tree)
         one_way = round(self._network() * SECOND)
@@ -390,7 +391,7 @@ class World:
         outcome = RoundOutcome(
             len(proposal.tree), tokens, result, grown, one_way if grown is not None else 0, one_way, timings
         )
-        self._sizer.observe(session.name, outcome)
+        self._sizer.observe(session.session_id, outcome)
         self.observe_round(proposal.tree, len(tokens))
         return tokens
 
@@ -420,7 +421,7 @@ class World:
             session.spent("place", self.env.now)
         while True:
             call = VerifyCall(
-                Context.of(session.name, history, session.target_held, session.prompt_tokens),
+                Context.of(session.session_id, history, session.target_held, session.prompt_tokens),
                 epoch=session.number,
                 round=session.num_rounds,
                 tree=proposal.tree,

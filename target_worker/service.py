@@ -21,6 +21,7 @@ from bough.processes.process import stage
 from bough.processes.worker_process import ServedWorker, WorkerService
 from bough.protocol import codec
 from bough.protocol.generation import WorkerInfo
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.registry.records import WorkerLoad
 from bough.telemetry.call_context import serving_call
@@ -158,7 +159,7 @@ class ServedTarget(ServedWorker[TargetConfig]):
             raise Unavailable(f"worker_id: must be {self._worker_id} at this address, got {call.worker_id!r}")
         return self._engine.verify(call)
 
-    def release(self, session_id: str, epoch: int = 0) -> Future[None]:
+    def release(self, session_id: ScopedId, epoch: int = 0) -> Future[None]:
         return self._engine.release(session_id, epoch)
 
     def trouble(self) -> str:

@@ -37,6 +37,7 @@ from bough.processes.process import (
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
 from bough.protocol.generation import WorkerInfo
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import GrowCall, VerifyCall
 from bough.registry.records import WorkerLoad, WorkerRecord
 from bough.registry.registry import Registry, registered
@@ -109,7 +110,7 @@ class ServedWorker(ABC, Generic[Config]):
         """The load to report to the index."""
 
     @abstractmethod
-    def release(self, session_id: str, epoch: int = 0) -> Future[None]:
+    def release(self, session_id: ScopedId, epoch: int = 0) -> Future[None]:
         """Forget a session unless it has a newer epoch; epoch 0 always forgets."""
 
     def trouble(self) -> str:
@@ -158,7 +159,7 @@ class WorkerService(Generic[AnyWorker]):
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: ServicerContext) -> common_pb2.ReleaseReply:
         """Forget a session."""
-        await asyncio.wrap_future(self.worker.release(request.session_id, request.epoch))
+        await asyncio.wrap_future(self.worker.release(ScopedId.parse(request.session_id), request.epoch))
         return common_pb2.ReleaseReply()
 
 

@@ -12,24 +12,25 @@ from bough.errors import InvalidRequest, InvalidTree
 from bough.pb import common_pb2, draft_pb2, target_pb2
 from bough.protocol import messages as m
 from bough.protocol.codec_fields import from_fields, read, to_fields
+from bough.protocol.ids import ScopedId
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree import DraftProbs, Tree
 from bough.trees.tree_plan import Scheme, TreePlan, require_growth
 
 TOKENIZER_CHUNK_BYTES = 1024 * 1024
 MAX_NAME_LENGTH = 256  # characters of a session's or request's name
-MAX_INNER_NAME_LENGTH = MAX_NAME_LENGTH + 80  # of a name prefixed with its tenant's
+MAX_ID_LENGTH = MAX_NAME_LENGTH + 80  # of an id's text, with the tenant
 MAX_VOCAB = 2**31 - 1  # token ids are int32
 
 
 def context_from_wire(message: common_pb2.Context, vocab_size: int) -> m.Context:
     """Raises InvalidRequest for a missing session id, a too long id or salt, or a token outside the vocabulary."""
-    if not message.session_id:
+    if not ScopedId.parse(message.session_id):
         raise InvalidRequest("context.session_id", "must not be empty", "''")
     for name in ("session_id", "cache_salt"):
         length = len(getattr(message, name))
-        if length > MAX_INNER_NAME_LENGTH:
-            raise InvalidRequest(f"context.{name}", f"must be at most {MAX_INNER_NAME_LENGTH} characters", length)
+        if length > MAX_ID_LENGTH:
+            raise InvalidRequest(f"context.{name}", f"must be at most {MAX_ID_LENGTH} characters", length)
     require_tokens("context.tokens", message.tokens, vocab_size)
     return read(message, m.Context)
 

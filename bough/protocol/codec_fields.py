@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 from bough.errors import InvalidRequest
 from bough.pb import common_pb2
 from bough.protocol.decision import Mode
+from bough.protocol.ids import ScopedId
 from bough.trees.tree_plan import BestFirst, Growth, Scheme, StaticShape
 
 Value = TypeVar("Value")
@@ -65,6 +66,7 @@ def _mode_from_wire(name: str, text: str) -> Mode:
 _CONVERSIONS: Mapping[Any, _Conversion] = {
     Growth: _Conversion(growth_to_wire, growth_from_wire),
     Scheme: _Conversion(SCHEMES.__getitem__, scheme_from_wire),
+    ScopedId: _Conversion(str, lambda _, text: ScopedId.parse(text)),
     Mode: _Conversion(lambda mode: mode.value, _mode_from_wire),
 }
 

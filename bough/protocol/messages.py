@@ -7,19 +7,18 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from bough.protocol.cost_curve import CostCurve
+from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import prefix_hash
 from bough.protocol.sampling_params import PositionLogprobs, SamplingParams
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme, TreePlan
-
-SEPARATOR = "::"  # between the name of a tenant, which has no colons, and the ids of its requests and sessions
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
     """A session's tokens before the root, as sent to a worker: the prefix it has cached, and the tokens after it."""
 
-    session_id: str
+    session_id: ScopedId
     context_start: int  # leading tokens believed to be in the worker's KV cache
     prefix_hash: int  # of those
     tokens: tuple[int, ...]  # from context_start up to, but excluding, the root
@@ -27,7 +26,9 @@ class Context:
     cache_salt: str = ""  # cached prefixes are shared only among sessions with the same salt
 
     @classmethod
-    def of(cls, session_id: str, tokens: Sequence[int], held: int, prompt_length: int, cache_salt: str = "") -> Context:
+    def of(
+        cls, session_id: ScopedId, tokens: Sequence[int], held: int, prompt_length: int, cache_salt: str = ""
+    ) -> Context:
         """The context of committed `tokens`, the last of which is the root, for a worker that has `held` cached."""
         held = min(held, len(tokens) - 1)
         return cls(session_id, held, prefix_hash(tokens[:held]), tuple(tokens[held:-1]), prompt_length, cache_salt)
@@ -122,9 +123,3 @@ class VerifyResult:
     cost: CostCurve | None = None  # seconds of a sweep by its rows, all sessions together
     num_rows: int = 0  # rows of the sweep that verified the tree
     num_trees: int = 0  # trees in that sweep
-
-
-def tenant_of(session_id: str) -> str:
-    """The tenant of a session; empty if there are no keys."""
-    name, separator, _ = session_id.partition(SEPARATOR)
-    return name if separator else ""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 import numpy as np
 
 from bough.errors import InvalidRequest
+from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import prefix_hash
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 
@@ -57,7 +58,7 @@ class WorkerRecord:
 class SessionRecord:
     """A session's tokens, and where its KV probably is."""
 
-    session_id: str
+    session_id: ScopedId
     target_id: str
     draft_id: str
     epoch: int
@@ -74,7 +75,7 @@ class SessionRecord:
         return _sealed(self, "session_id")
 
     @classmethod
-    def from_json(cls, session_id: str, data: bytes, transcript: bytes) -> SessionRecord | None:
+    def from_json(cls, session_id: ScopedId, data: bytes, transcript: bytes) -> SessionRecord | None:
         """Parse a record; None if malformed, or if the transcript does not match its length and hash."""
 
         def read(stored: Mapping[str, Any]) -> SessionRecord:
@@ -87,8 +88,8 @@ class SessionRecord:
 class RequestRecord:
     """A request, running or finished, with all that is needed to resume it or to repeat its end."""
 
-    request_id: str
-    session_id: str
+    request_id: ScopedId
+    session_id: ScopedId
     epoch: int
     prompt_length: int
     tokens: Sequence[int]  # prompt and output
@@ -105,7 +106,7 @@ class RequestRecord:
         return _sealed(self, "request_id")
 
     @classmethod
-    def from_json(cls, request_id: str, data: bytes, transcript: bytes) -> RequestRecord | None:
+    def from_json(cls, request_id: ScopedId, data: bytes, transcript: bytes) -> RequestRecord | None:
         """Parse a record; None if malformed, or if the transcript does not match its length and hash."""
 
         def read(stored: Mapping[str, Any]) -> RequestRecord:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from bough.concurrency.tasks import background
 from bough.errors import ConfigError, StaleEpoch, Unavailable
 from bough.protocol.codec_generation import require_text
+from bough.protocol.ids import ScopedId
 from bough.registry.connection import CallKind, IndexConnection, Value
 from bough.registry.records import (
     TOKEN_BYTES,
@@ -95,14 +96,14 @@ class Keys:
         """Keys of the expiry times and sizes of all entries of a kind."""
         return [self._key(f"{kind.value}s:ends"), self._key(f"{kind.value}s:bytes")]
 
-    def entry(self, kind: Kind, name: str) -> list[str]:
+    def entry(self, kind: Kind, entry_id: ScopedId) -> list[str]:
         """Keys of the record and tokens of a session or request. Raises InvalidRequest for an invalid name."""
-        name = require_text(f"{kind.value}_id", name)
-        return [self._key(f"{kind.value}:{name}"), self._key(f"{kind.value}-tokens:{name}")]
+        require_text(f"{kind.value}_id", entry_id.name)
+        return [self._key(f"{kind.value}:{entry_id}"), self._key(f"{kind.value}-tokens:{entry_id}")]
 
     def listed(self, kind: Kind, name: bytes) -> list[bytes]:
         """Keys of the record and tokens of an entry by its name in the ledger."""
-        return [key.encode() + name for key in self.entry(kind, "")]
+        return [key.encode() + name for key in self.entry(kind, ScopedId())]
 
     def _key(self, name: str) -> str:
         return f"{{{self.namespace}}}:{name}"
@@ -172,7 +173,7 @@ class Registry:
         """Remove workers whose lease has expired, and return their number."""
         return await self._call(CallKind.BEHIND, int, "sweep_expired", self._keys.registry)
 
-    async def claim_session(self, session_id: str, holder_id: str, epoch: int | None = None, past: int = 0) -> Claim:
+    async def claim_session(self, named: ScopedId, holder_id: str, epoch: int | None = None, past: int = 0) -> Claim:
         """Claim a session under a new epoch, greater than all before and than `past`; earlier ones can no longer write.
 
         Raises:
@@ -182,10 +183,10 @@ class Registry:
         times = (_milliseconds(self._session_seconds), _milliseconds(CLAIM_SECONDS))
         claimant = f"{holder_id}/{secrets.token_hex(8)}"  # unique, as a retried call may run twice
         args = (claimant, *times, "" if epoch is None else epoch, past)
-        read = partial(read_claim, session_id)
-        claim = await self._enter(CallKind.AWAITED, read, "claim_session", Kind.SESSION, session_id, *args)
+        read = partial(read_claim, named)
+        claim = await self._enter(CallKind.AWAITED, read, "claim_session", Kind.SESSION, named, *args)
         if claim is None:
-            raise StaleEpoch(f"session {session_id}: epoch {epoch} is over; it has been claimed by another")
+            raise StaleEpoch(f"session {named.name}: epoch {epoch} is over; it has been claimed by another")
         return claim
 
     async def record_session(self, record: SessionRecord, first_new: int) -> None:
@@ -198,36 +199,36 @@ class Registry:
             Unavailable: the index does not answer, or has no room.
         """
         progress, keep = len(record.tokens), _milliseconds(self._session_seconds)
-        await self._record(Kind.SESSION, record.session_id, record, progress, first_new, keep)
+        await self._record(Kind.SESSION, record, progress, first_new, keep)
 
-    async def load_session(self, session_id: str) -> SessionRecord | None:
+    async def load_session(self, session_id: ScopedId) -> SessionRecord | None:
         """The record of a session; None if missing or malformed."""
         return (await self.stored_session(session_id)).record
 
-    async def stored_session(self, session_id: str) -> StoredSession:
+    async def stored_session(self, session_id: ScopedId) -> StoredSession:
         """The record of a session, and whether a turn has begun that is not recorded."""
         keys = self._keys.entry(Kind.SESSION, session_id)
         return await self._call(CallKind.AWAITED, partial(read_stored, session_id), "load", keys)
 
-    async def drop_session(self, session_id: str, epoch: int) -> None:
+    async def drop_session(self, session_id: ScopedId, epoch: int) -> None:
         """Forget a session after its request. Raises StaleEpoch if it has been claimed since `epoch`."""
         keys, keep = self._entry_keys(Kind.SESSION, session_id), _milliseconds(ENDED_SECONDS)
-        if await self._call(CallKind.BEHIND, int, "drop_session", keys, session_id, epoch, keep) == STALE:
-            raise StaleEpoch(f"session {session_id}: epoch {epoch} is over; it has been claimed by another")
+        if await self._call(CallKind.BEHIND, int, "drop_session", keys, str(session_id), epoch, keep) == STALE:
+            raise StaleEpoch(f"session {session_id.name}: epoch {epoch} is over; it has been claimed by another")
 
-    async def close_session(self, session_id: str) -> Claim | None:
+    async def close_session(self, session_id: ScopedId) -> Claim | None:
         """End a session, and return a claim with a newer epoch and its last record; None if it does not exist."""
         keys, closer = self._entry_keys(Kind.SESSION, session_id), secrets.token_hex(8)
-        args = (session_id, closer, _milliseconds(CLAIM_SECONDS))
+        args = (str(session_id), closer, _milliseconds(CLAIM_SECONDS))
         return await self._call(CallKind.BEHIND, partial(read_claim, session_id), "close_session", keys, *args)
 
     async def record_request(self, record: RequestRecord, first_new: int) -> None:
         """Write a request's record and tokens, like `record_session` and with the same errors."""
         has_ended = bool(record.finish_reason)
         progress, keep = 2 * len(record.tokens) + has_ended, ENDED_SECONDS if has_ended else REQUEST_SECONDS
-        await self._record(Kind.REQUEST, record.request_id, record, progress, first_new, _milliseconds(keep))
+        await self._record(Kind.REQUEST, record, progress, first_new, _milliseconds(keep))
 
-    async def load_request(self, request_id: str) -> RequestRecord | None:
+    async def load_request(self, request_id: ScopedId) -> RequestRecord | None:
         """The record of a request; None if missing or malformed."""
         keys = self._keys.entry(Kind.REQUEST, request_id)
         return await self._call(CallKind.AWAITED, partial(read_entry, RequestRecord, request_id), "load", keys)
@@ -260,36 +261,37 @@ class Registry:
         return await self._call(CallKind.AWAITED, read, "find_prefixes", keys, names, *worker_ids)
 
     async def _record(
-        self, kind: Kind, name: str, record: SessionRecord | RequestRecord, progress: int, first_new: int, keep: int
+        self, kind: Kind, record: SessionRecord | RequestRecord, progress: int, first_new: int, keep: int
     ) -> None:
+        entry_id = record.session_id if isinstance(record, SessionRecord) else record.request_id
         entry = (record.epoch, progress, record.to_json())
         for first in (first_new, 0):
             args = (*entry, first * TOKEN_BYTES, pack_tokens(record.tokens[first:]), keep)
-            answer = await self._enter(CallKind.BEHIND, int, "record", kind, name, *args)
+            answer = await self._enter(CallKind.BEHIND, int, "record", kind, entry_id, *args)
             if answer == STALE:
-                raise StaleEpoch(
-                    f"{kind.value} {name}: epoch {record.epoch} is over; another has begun, or it was closed"
-                )
+                over = f"{kind.value} {entry_id.name}: epoch {record.epoch} is over"
+                raise StaleEpoch(f"{over}; another has begun, or it was closed")
             if answer != INCOMPLETE:
                 return
 
     async def _enter(
-        self, call: CallKind, read: Callable[[Any], Answer], script: str, kind: Kind, name: str, *args: Value
+        self, call: CallKind, read: Callable[[Any], Answer], script: str, kind: Kind, entry_id: ScopedId, *args: Value
     ) -> Answer:
         """Run a script that writes an entry, evicting others if the quota leaves no room, and return its reply."""
-        keys, quota = self._entry_keys(kind, name), (self._quota.max_records, self._quota.max_bytes)
+        keys, quota = self._entry_keys(kind, entry_id), (self._quota.max_records, self._quota.max_bytes)
         for _ in range(MOST_EVICTIONS):
-            answer = await self._call(call, partial(read_unless_full, read), script, keys, name, *quota, *args)
+            answer = await self._call(call, partial(read_unless_full, read), script, keys, str(entry_id), *quota, *args)
             if not isinstance(answer, QuotaExceeded):
                 return answer
             if not answer.names:
                 break
             entries = [key for victim in answer.names for key in self._keys.listed(kind, victim)]
             await self._call(call, int, "evict", [*self._keys.ledger(kind), *entries], *answer.names_and_ends)
-        raise Unavailable(f"the index has no room for {kind.value} {name}: the quota is {self._quota.max_bytes} bytes")
+        what = f"{kind.value} {entry_id.name}"
+        raise Unavailable(f"the index has no room for {what}: the quota is {self._quota.max_bytes} bytes")
 
-    def _entry_keys(self, kind: Kind, name: str) -> list[str]:
-        return [*self._keys.entry(kind, name), *self._keys.ledger(kind)]
+    def _entry_keys(self, kind: Kind, entry_id: ScopedId) -> list[str]:
+        return [*self._keys.entry(kind, entry_id), *self._keys.ledger(kind)]
 
     async def _call(
         self, call: CallKind, read: Callable[[Any], Answer], script: str, keys: Sequence[str | bytes], *args: Value
@@ -333,7 +335,7 @@ def read_unless_full(read: Callable[[Any], Answer], answer: Any) -> Answer | Quo
     return read(answer)
 
 
-def read_claim(session_id: str, answer: Any) -> Claim | None:
+def read_claim(session_id: ScopedId, answer: Any) -> Claim | None:
     """The claim; None if it was refused, or there is no session to close."""
     if answer in (STALE, INCOMPLETE):
         return None
@@ -341,16 +343,16 @@ def read_claim(session_id: str, answer: Any) -> Claim | None:
     return Claim(int(epoch), read_entry(SessionRecord, session_id, entry))
 
 
-def read_stored(session_id: str, answer: Sequence[bytes | None]) -> StoredSession:
+def read_stored(session_id: ScopedId, answer: Sequence[bytes | None]) -> StoredSession:
     """Parse a session and its newest epoch."""
     *entry, epoch = answer
     return StoredSession(read_entry(SessionRecord, session_id, entry), int(epoch or 0))
 
 
-def read_entry(kind: type[Entry], name: str, entry: Sequence[bytes | None]) -> Entry | None:
+def read_entry(kind: type[Entry], entry_id: ScopedId, entry: Sequence[bytes | None]) -> Entry | None:
     """Parse a session or request from its stored record and tokens."""
     data, transcript, *_ = entry
-    return kind.from_json(name, data or b"", transcript or b"")
+    return kind.from_json(entry_id, data or b"", transcript or b"")
 
 
 def read_workers(answer: Sequence[bytes]) -> list[WorkerRecord]:

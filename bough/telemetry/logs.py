@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from bough.config.processes import ServiceConfig
 from bough.errors import ConfigError
+from bough.protocol.ids import ScopedId
 from bough.runtime.log_lines import LineFormatter, SparingFilter, cut
 
 QUIET = ("httpx", "numba", "asyncio")  # loggers of libraries that log only from WARNING on
@@ -37,9 +38,9 @@ NOTHING = LogContext()
 LOG_CONTEXT: ContextVar[LogContext] = ContextVar("log_context", default=NOTHING)
 
 
-def log_session(session_id: str) -> None:
+def log_session(session_id: ScopedId) -> None:
     """Set the session id in the running task's log context."""
-    LOG_CONTEXT.set(LOG_CONTEXT.get()._replace(session_id=session_id))
+    LOG_CONTEXT.set(LOG_CONTEXT.get()._replace(session_id=str(session_id)))
 
 
 def configure_logging(config: ServiceConfig) -> None:

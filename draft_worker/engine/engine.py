@@ -16,6 +16,7 @@ from typing import NamedTuple
 from bough.concurrency.futures import settle
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.cost_curve import CostCurve
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import GrowCall, GrowResult, Timings
 from bough.sizing.sweep_times import SweepTimes
 from bough.telemetry.spans import FinishedSpan, note_span
@@ -49,7 +50,7 @@ class _Running(NamedTuple):
     began_ns: int
 
     @property
-    def session_id(self) -> str:
+    def session_id(self) -> ScopedId:
         return self.request.call.context.session_id
 
     def result(self, cost: CostCurve | None) -> GrowResult:
@@ -79,9 +80,9 @@ class DraftEngine:
         """`ahead_steps` limits the draft-ahead steps between two calls of a session; 0 is none."""
         self._draft, self._vocab_size, self._max_children = draft, vocab_size, max_children
         self.pool, self._ahead_steps, self.scalings = pool, ahead_steps, scalings
-        self._running: dict[str, _Running] = {}
+        self._running: dict[ScopedId, _Running] = {}
         self._waiting: deque[PendingGrow] = deque()  # while all room belongs to sessions whose trees grow
-        self._ahead: OrderedDict[str, DraftAhead] = OrderedDict()
+        self._ahead: OrderedDict[ScopedId, DraftAhead] = OrderedDict()
         self._times = SweepTimes(1, MAX_STEP_ROWS)
         self.cost: CostCurve | None = None  # seconds of a draft step by rows; readable by any thread
         self.num_trees = 0
@@ -111,7 +112,8 @@ class DraftEngine:
     def start(self, request: PendingGrow) -> None:
         """Admit a call. An earlier call of the session that is still growing fails: its answer is out of date."""
         session_id = request.call.context.session_id
-        self._end(session_id, Unavailable(f"session_id: {session_id!r} was called again before its tree was grown"))
+        again = f"session_id: {session_id.name!r} was called again before its tree was grown"
+        self._end(session_id, Unavailable(again))
         self._ahead.pop(session_id, None)
         began_ns = time.perf_counter_ns()
         try:
@@ -132,17 +134,17 @@ class DraftEngine:
         self._running[session_id] = running
         self._go_on(running)
 
-    def release(self, session_id: str, epoch: int = 0) -> None:
+    def release(self, session_id: ScopedId, epoch: int = 0) -> None:
         """Forget a session, ending its calls; epoch 0 always does. Raises NotFound, or StaleEpoch for a newer epoch."""
         if epoch:
             self._require_epoch(session_id, epoch)
         is_held = session_id in self.pool
-        ended = self._end(session_id, NotFound("session_id", f"{session_id!r} was released while its tree grew"))
+        ended = self._end(session_id, NotFound("session_id", f"{session_id.name!r} was released while its tree grew"))
         self._ahead.pop(session_id, None)
         if is_held or not ended:
             self.pool.release(session_id)
 
-    def _require_epoch(self, session_id: str, epoch: int) -> None:
+    def _require_epoch(self, session_id: ScopedId, epoch: int) -> None:
         """Check the epochs of the session and of its waiting calls."""
         epochs = [r.call.epoch for r in self._waiting if r.call.context.session_id == session_id]
         newest = max([self.pool.epoch_of(session_id), *epochs])
@@ -241,7 +243,7 @@ class DraftEngine:
         except Exception:
             logger.warning("session %s: draft-ahead failed; its next tree starts cold", session_id, exc_info=True)
 
-    def _end(self, session_id: str, exc: Exception) -> bool:
+    def _end(self, session_id: ScopedId, exc: Exception) -> bool:
         """End the session's calls with an error; returns whether there were any."""
         waiting = [request for request in self._waiting if request.call.context.session_id == session_id]
         self._waiting = deque(request for request in self._waiting if request not in waiting)

@@ -8,6 +8,7 @@ from collections.abc import Container
 from bough.errors import NotFound
 from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import GrowCall
 from bough.protocol.prefix_hash import BLOCK_TOKENS, PrefixIndex, block_hashes, common_length, whole_blocks
 from draft_worker.engine.session import DraftSession, Window
@@ -25,7 +26,7 @@ class SessionPool:
         sessions need not evict it. `state_bytes` are a session's beside its rows.
         """
         self._arena, self.window, self._ahead_rows, self._state_bytes = arena, window, ahead_rows, state_bytes
-        self._sessions: OrderedDict[str, DraftSession] = OrderedDict()  # least recently used first
+        self._sessions: OrderedDict[ScopedId, DraftSession] = OrderedDict()  # least recently used first
         self._index: PrefixIndex[DraftSession] = PrefixIndex()
 
     def __len__(self) -> int:
@@ -39,17 +40,17 @@ class SessionPool:
         """The budget."""
         return self._arena.num_rows * self._arena.row_bytes + self._arena.most_slots * self._state_bytes
 
-    def used_bytes(self, busy: Container[str]) -> int:
+    def used_bytes(self, busy: Container[ScopedId]) -> int:
         """KV and state bytes of the sessions in `busy`, which cannot be evicted."""
         held = [session for name, session in list(self._sessions.items()) if name in busy]
         rows = sum(session.slot.num_rows for session in held)
         return rows * self._arena.row_bytes + len(held) * self._state_bytes
 
-    def holds(self, session_id: str, session: DraftSession) -> bool:
+    def holds(self, session_id: ScopedId, session: DraftSession) -> bool:
         """Whether `session` is still the session of this id."""
         return self._sessions.get(session_id) is session
 
-    def take(self, call: GrowCall, busy: Container[str]) -> DraftSession | None:
+    def take(self, call: GrowCall, busy: Container[ScopedId]) -> DraftSession | None:
         """The call's session with room for its tree; None if the room belongs to `busy` sessions."""
         session_id = call.context.session_id
         session = self._sessions.get(session_id)
@@ -70,7 +71,7 @@ class SessionPool:
         session.epoch, session.cache_salt = max(session.epoch, call.epoch), call.context.cache_salt
         return session
 
-    def epoch_of(self, session_id: str) -> int:
+    def epoch_of(self, session_id: ScopedId) -> int:
         """The newest epoch that the session was called with; 0 if it has no slot."""
         session = self._sessions.get(session_id)
         return session.epoch if session is not None else 0
@@ -104,11 +105,11 @@ class SessionPool:
         self._index.forget(session)
         self._index.follow(session, [*session.slot.tokens], session.cache_salt)
 
-    def release(self, session_id: str) -> None:
+    def release(self, session_id: ScopedId) -> None:
         """Forget a session. Raises NotFound."""
         session = self._sessions.pop(session_id, None)
         if session is None:
-            raise NotFound("session_id", f"{session_id!r} has no slot here")
+            raise NotFound("session_id", f"{session_id.name!r} has no slot here")
         self._index.forget(session)
         self._arena.give_back(session.slot)
 
@@ -125,7 +126,7 @@ class SessionPool:
         for session in self._sessions.values():
             assert session.explored.base + len(session.explored) <= session.slot.num_rows, "more explored than fits"
 
-    def _make_room(self, num_rows: int, keep: DraftSession | None, busy: Container[str]) -> bool:
+    def _make_room(self, num_rows: int, keep: DraftSession | None, busy: Container[ScopedId]) -> bool:
         """Evict idle sessions until `num_rows` rows are free; evicts none if that is not enough.
 
         Without a session to `keep`, there must be memory for another one's states too.

@@ -22,6 +22,7 @@ from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.loading import build_skeleton
 from bough.model.running.runner import ResidentModel
 from bough.model.sampling.sampler import Row
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, GrowCall, Verdict, VerifyCall
 from bough.protocol.prefix_hash import prefix_hash
 from bough.protocol.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ CPU = torch.device("cpu")
 class Question(NamedTuple):
     """A request of a verifier for the logits after some tokens."""
 
-    session: str
+    session: ScopedId
     tokens: list[int]
     answer: Future[Row]
 
@@ -50,7 +51,7 @@ class LazyTarget:
     def __init__(self, folder: Path, max_context: int) -> None:
         self._model = ResidentModel(build_skeleton(Checkpoint.open(folder), torch.bfloat16), CPU)
         self._max_context = max_context
-        self._slots: dict[str, KVSlot] = {}
+        self._slots: dict[ScopedId, KVSlot] = {}
         self._remembered: OrderedDict[int, NDArray[np.float32]] = OrderedDict()  # by hash of the preceding tokens
 
     def verify(self, calls: Sequence[VerifyCall]) -> list[Verdict]:
@@ -94,7 +95,7 @@ class LazyTarget:
             for part, has_logits in parts
         ]
 
-    def _slot(self, session: str) -> KVSlot:
+    def _slot(self, session: ScopedId) -> KVSlot:
         if session not in self._slots:
             self._slots[session] = KVSlot(self._model.skeleton.kv_shape(), self._max_context, CPU)
         return self._slots[session]
@@ -196,7 +197,7 @@ class Bench:
     def release(self, streams: Sequence[Stream]) -> None:
         """Release the streams' sessions at the draft."""
         for stream in streams:
-            self._draft.release(stream.name).result()
+            self._draft.release(ScopedId(stream.name)).result()
 
     @contextmanager
     def _streams(self, params: SamplingParams, repeat: int) -> Iterator[list[Stream]]:
@@ -209,7 +210,7 @@ class Bench:
 
 
 def _context(stream: Stream, held: int) -> Context:
-    return Context.of(stream.name, stream.tokens, held, stream.prompt_length)
+    return Context.of(ScopedId(stream.name), stream.tokens, held, stream.prompt_length)
 
 
 def grow_call(stream: Stream, plan: TreePlan) -> GrowCall:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from bough.config.processes import OrchestratorConfig
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Speculation
+from bough.protocol.ids import ScopedId
 from bough.simulation.acceptance_law import PUBLISHED, AcceptanceLaw
 from bough.simulation.profile import DraftProfile, Profile, TargetProfile
 from bough.sizing.row_counts import RowCounts
@@ -66,12 +67,12 @@ class _WatchedSizer(TreeSizer):
         self.rounds: list[_Round] = []
         self._sent = Tree.root(0)
 
-    def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
+    def propose(self, session_id: ScopedId, drafted: Tree, looked_up: Tree) -> Proposal:
         proposal = super().propose(session_id, drafted, looked_up)
         self._sent = proposal.tree
         return proposal
 
-    def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
+    def observe(self, session_id: ScopedId, outcome: RoundOutcome) -> Decision | None:
         decision = super().observe(session_id, outcome)
         assert decision is not None, "all rounds are planned"
         self.rounds.append(_Round(self._sent, decision))

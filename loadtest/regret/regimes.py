@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from bough.protocol.ids import ScopedId
 from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.law import Law
 from bough.simulation.profile import UNCHANGED, Experts, Factors, NetworkProfile, Profile, TargetProfile, load_profile
@@ -24,7 +25,7 @@ HARD = AcceptanceLaw("by_rank", ((0.3, 0.1, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01),
 
 def session_of(name: str, seed: int, law: AcceptanceLaw, num_tokens: int) -> Session:
     """A session with a text of its own, the same whatever is guessed."""
-    return Session(name, LawText(Law(law, FIRST_WORD, NUM_WORDS), seed), PROMPT_TOKENS, num_tokens)
+    return Session(ScopedId(name), LawText(Law(law, FIRST_WORD, NUM_WORDS), seed), PROMPT_TOKENS, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

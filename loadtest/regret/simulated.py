@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Speculation
+from bough.protocol.ids import ScopedId
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
 from loadtest.regret.regimes import Regime, regimes
@@ -38,15 +39,15 @@ class TimedSizer:
     def plan(self, situation: Situation) -> RoundPlan:
         return self._timed(lambda: self.sizer.plan(situation))
 
-    def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
+    def propose(self, session_id: ScopedId, drafted: Tree, looked_up: Tree) -> Proposal:
         return self._timed(lambda: self.sizer.propose(session_id, drafted, looked_up))
 
-    def observe(self, session_id: str, outcome: RoundOutcome) -> None:
+    def observe(self, session_id: ScopedId, outcome: RoundOutcome) -> None:
         self.num_rounds += 1
         if (decision := self._timed(lambda: self.sizer.observe(session_id, outcome))) is not None:
             self.decisions_made.append(decision)
 
-    def forget(self, session_id: str) -> None:
+    def forget(self, session_id: ScopedId) -> None:
         self.sizer.forget(session_id)
 
     def _timed(self, work: Callable[[], Answer]) -> Answer:

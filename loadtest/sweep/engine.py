@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from bough.config.processes import TargetConfig, parse
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.runtime.host_memory import large_pages
@@ -51,7 +52,7 @@ class Engine:
         """Run rounds of one session with trees of `num_tokens` nodes, sampling and commits included."""
         figures = []
         for _ in range(repeats):
-            context = Context.of("bench", self._tokens, self._held, len(PROMPT))
+            context = Context.of(ScopedId("bench"), self._tokens, self._held, len(PROMPT))
             tree = random_tree(num_tokens, self._tokens[-1], seed=self._round)
             call = VerifyCall(context, 1, self._round, tree, SamplingParams(temperature=0.0))
             result = self._worker.verify(call).result()

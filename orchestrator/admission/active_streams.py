@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from bough.concurrency.tasks import came_true
 from bough.errors import AlreadyRunning, BoughError, DeadlineExceeded, NotFound, StaleEpoch
+from bough.protocol.ids import ScopedId
 from orchestrator.admission.admission import Hold
 from orchestrator.sessions.session import Deadline
 
@@ -26,8 +27,8 @@ Result = TypeVar("Result")
 class Stream:
     """A request from its arrival to the end of its stream."""
 
-    request_id: str
-    session_id: str  # empty if the client gave none
+    request_id: ScopedId
+    session_id: ScopedId  # empty if the client gave none
     hold: Hold = field(default_factory=Hold)  # its place or turn in `Admission`
     deadline: Deadline = field(default_factory=Deadline)
     resources: ExitStack = field(default_factory=ExitStack)  # all that it holds
@@ -35,8 +36,8 @@ class Stream:
     error: BoughError | None = None  # the error that it ended with; None is an abort
     is_closed: bool = False  # the session was closed, so that nothing of it is kept
     _limit: asyncio.Timeout | None = None  # of the work under way
-    _left: Callable[[str], None] | None = None  # is told of the call that takes the session over
-    _successor: str | None = None  # the session that this call runs; empty if none
+    _left: Callable[[ScopedId], None] | None = None  # is told of the call that takes the session over
+    _successor: ScopedId | None = None  # the session that this call runs; empty if none
 
     def end(self, error: BoughError | None = None) -> None:
         """End the stream early. With an error, what it holds is freed even while its reader asks for nothing."""
@@ -62,14 +63,14 @@ class Stream:
         """Whether another call has taken over the request or session."""
         return isinstance(self.error, StaleEpoch) and not self.is_closed
 
-    def leave(self, tell: Callable[[str], None]) -> None:
+    def leave(self, tell: Callable[[ScopedId], None]) -> None:
         """Leave the session to the call that has superseded this one; `tell` gets what `succeeded_by` is told."""
         if self._successor is None:
             self._left = tell
         else:
             tell(self._successor)
 
-    def succeeded_by(self, session_id: str) -> None:
+    def succeeded_by(self, session_id: ScopedId) -> None:
         """Note which session the call that has superseded this one runs; empty if none."""
         self._successor, left, self._left = session_id, self._left, None
         if left is not None:
@@ -77,9 +78,9 @@ class Stream:
 
     def supersede(self, earlier: Stream) -> None:
         """End an earlier stream of the same request, whose place this one has taken over."""
-        earlier.end(StaleEpoch(f"request_id: {self.request_id!r} has been resumed by another call"))
+        earlier.end(StaleEpoch(f"request_id: {self.request_id.name!r} has been resumed by another call"))
 
-    def takes_over(self, earlier: Stream, session_id: str) -> None:
+    def takes_over(self, earlier: Stream, session_id: ScopedId) -> None:
         """Tell an earlier stream which session this one runs; if none, the call that has superseded this one tells."""
         if self.is_superseded and not session_id:
             self.leave(earlier.succeeded_by)
@@ -119,8 +120,8 @@ class Running:
     """All running streams of this orchestrator."""
 
     def __init__(self) -> None:
-        self._by_request: dict[str, Stream] = {}
-        self._by_session: dict[str, Stream] = {}
+        self._by_request: dict[ScopedId, Stream] = {}
+        self._by_session: dict[ScopedId, Stream] = {}
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -144,13 +145,13 @@ class Running:
                 if table.get(name) is stream:
                     del table[name]
 
-    def request(self, request_id: str) -> Stream:
+    def request(self, request_id: ScopedId) -> Stream:
         """The stream of a request. Raises NotFound."""
         if request_id not in self._by_request:
-            raise NotFound("request_id", f"{request_id!r} is not running")
+            raise NotFound("request_id", f"{request_id.name!r} is not running")
         return self._by_request[request_id]
 
-    def in_session(self, session_id: str) -> Stream | None:
+    def in_session(self, session_id: ScopedId) -> Stream | None:
         """The stream of a session, if one is running."""
         return self._by_session.get(session_id)
 
@@ -163,12 +164,13 @@ class Running:
             stream.end(error)
         await came_true(lambda: not self._by_request, ENDING_SECONDS)
 
-    def _earlier(self, request_id: str, session_id: str, takes_over: bool) -> Stream | None:
+    def _earlier(self, request_id: ScopedId, session_id: ScopedId, takes_over: bool) -> Stream | None:
         same, neighbour = self._by_request.get(request_id), self._by_session.get(session_id)
         if neighbour is not None and not (takes_over and neighbour is same):
-            raise AlreadyRunning("session_id", f"{session_id!r} has a request running; wait for its end")
+            raise AlreadyRunning("session_id", f"{session_id.name!r} has a request running; wait for its end")
         if same is None:
             return None
         if not takes_over:
-            raise AlreadyRunning("request_id", f"{request_id!r} is running; give this request another one, or wait")
+            wanted = "give this request another one, or wait"
+            raise AlreadyRunning("request_id", f"{request_id.name!r} is running; {wanted}")
         return same

@@ -24,6 +24,7 @@ from bough.concurrency.tasks import background, end
 from bough.errors import BoughError, Unavailable
 from bough.processes.compatibility import fetch_tokenizer
 from bough.protocol.generation import PROTOCOL_VERSION, WorkerInfo, WorkerStatus
+from bough.protocol.ids import ScopedId
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import LEASE_SECONDS, Registry
 from bough.security.access import OPEN, Access
@@ -192,7 +193,7 @@ class Directory:
         same = with_weights([known for known in self.targets if known.info.identity == identity], weights_hash)
         return tuple(k for k in same if k.info.max_context >= max_context and k.info.max_nodes >= max_nodes)
 
-    def draft(self, target: TargetHandle, session_id: str, preferred_id: str) -> DraftHandle | None:
+    def draft(self, target: TargetHandle, session_id: ScopedId, preferred_id: str) -> DraftHandle | None:
         """A draft worker with the target's tokenizer; None if there is none, so that rounds have no trees.
 
         The preferred one, which has the session's KV, is chosen if it is usable, otherwise the least busy; one that is

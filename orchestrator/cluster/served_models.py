@@ -112,15 +112,16 @@ def targets_for(
 def _begun(targets: Targets, options: GenerateOptions, request: RequestRecord) -> Targets:
     """The targets that give the tokens which the resumed request would have had."""
     same = [target for target in targets if target.info.identity == request.target_identity]
+    name = request.request_id.name
     for target in same:
-        _require_named(options, target.info.model_name, f"the model that request_id {request.request_id!r} began with")
+        _require_named(options, target.info.model_name, f"the model that request_id {name!r} began with")
     usable = [target for target in same if target.is_usable]
     if not usable:
         raise TargetAway(
             "no target that gives the same tokens as the one where the request was begun can be used",
             lambda info: info.identity == request.target_identity,
         )
-    return _with_its_weights(usable, request.weights_hash, f"request_id: {request.request_id!r}")
+    return _with_its_weights(usable, request.weights_hash, f"request_id: {name!r}")
 
 
 def _with_its_weights(usable: Targets, weights_hash: str, whose: str) -> Targets:
@@ -133,15 +134,16 @@ def _with_its_weights(usable: Targets, weights_hash: str, whose: str) -> Targets
 
 def _continued(targets: Targets, options: GenerateOptions, session: SessionRecord) -> Targets:
     """The targets with a session's model."""
-    _require_named(options, session.model_name, f"the model of session_id {session.session_id!r}")
+    name = session.session_id.name
+    _require_named(options, session.model_name, f"the model of session_id {name!r}")
     usable = [t for t in targets if t.is_usable and t.info.model_identity == session.model_identity]
     if not usable:
         raise TargetAway(
-            f"session_id: {session.session_id!r} stands on the model {session.model_name!r}, and no target that serves "
+            f"session_id: {name!r} stands on the model {session.model_name!r}, and no target that serves "
             "it can be used now; another model takes its full history, with continues false and that model named",
             lambda info: info.model_identity == session.model_identity,
         )
-    return _with_its_weights(usable, session.weights_hash, f"session_id: {session.session_id!r}")
+    return _with_its_weights(usable, session.weights_hash, f"session_id: {name!r}")
 
 
 def _require_named(options: GenerateOptions, model_name: str, whose: str) -> None:

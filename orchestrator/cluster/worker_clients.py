@@ -17,6 +17,7 @@ from bough.pb import common_pb2
 from bough.protocol import codec
 from bough.protocol.codec_fields import read
 from bough.protocol.generation import WorkerInfo
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import prefix_hash
 from bough.rpc.services import DRAFT, TARGET, stub_of
@@ -126,9 +127,9 @@ class WorkerClient:
         request = common_pb2.GetServerInfoRequest()
         return read(await self._ask(self._stub.GetServerInfo, request, INFO_TIMEOUT_SECONDS), WorkerInfo)
 
-    async def release(self, session_id: str, epoch: int) -> None:
+    async def release(self, session_id: ScopedId, epoch: int) -> None:
         """Release a session, unless it has a newer epoch; epoch 0 always releases."""
-        request = common_pb2.ReleaseRequest(session_id=session_id, epoch=epoch)
+        request = common_pb2.ReleaseRequest(session_id=str(session_id), epoch=epoch)
         await self._ask(self._stub.Release, request, RELEASE_TIMEOUT_SECONDS)
 
     async def _ask_in_turn(

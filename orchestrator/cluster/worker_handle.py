@@ -13,6 +13,7 @@ from typing import Generic, TypeAlias, TypeVar
 from bough.errors import BoughError, Unavailable
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.generation import WorkerInfo
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyResult
 from bough.registry.records import WorkerLoad, WorkerRecord
 from bough.tokenization.tokenizer import Tokenizer
@@ -128,18 +129,18 @@ class Health:
     """
 
     _pause: Pause = field(default_factory=Pause)
-    _pauses: OrderedDict[str, Pause] = field(default_factory=OrderedDict)  # by session whose calls failed
-    _suspects: set[str] = field(default_factory=set)  # sessions whose calls failed since the last success
+    _pauses: OrderedDict[ScopedId, Pause] = field(default_factory=OrderedDict)  # by session whose calls failed
+    _suspects: set[ScopedId] = field(default_factory=set)  # sessions whose calls failed since the last success
 
     @property
     def is_good(self) -> bool:
         return self._pause.is_over
 
-    def is_good_for(self, session_id: str) -> bool:
+    def is_good_for(self, session_id: ScopedId) -> bool:
         """Whether it is used for a session."""
         return self.is_good and (session_id not in self._pauses or self._pauses[session_id].is_over)
 
-    def blame(self, session_id: str, exc: BoughError) -> None:
+    def blame(self, session_id: ScopedId, exc: BoughError) -> None:
         """Record a session's failed call."""
         if isinstance(exc, Unavailable):
             self.lost()
@@ -150,7 +151,7 @@ class Health:
         """Record that it does not answer or has gone."""
         self._pause.extend()
 
-    def failed(self, session_id: str) -> None:
+    def failed(self, session_id: ScopedId) -> None:
         """Record that it answered this session's call with an error of its own, or with nonsense."""
         self._pauses.setdefault(session_id, Pause()).extend()
         if len(self._pauses) > MAX_SESSIONS:
@@ -160,7 +161,7 @@ class Health:
             self._suspects.clear()
             self._pause.extend()
 
-    def succeeded(self, session_id: str) -> None:
+    def succeeded(self, session_id: ScopedId) -> None:
         """Record success: all suspicions end."""
         self._pause = Pause()
         self._suspects.clear()
@@ -221,7 +222,7 @@ class WorkerHandle(Generic[AnyClient]):
             async with asyncio.timeout(timeout_seconds):
                 self.learn(await self.client.info())
 
-    def is_usable_by(self, session_id: str) -> bool:
+    def is_usable_by(self, session_id: ScopedId) -> bool:
         """Whether it is usable for a session, for which it may have failed before."""
         return not self.problem and self.health.is_good_for(session_id)
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from bough.concurrency.tasks import end
 from bough.errors import BoughError, Unavailable
+from bough.protocol.ids import ScopedId
 from orchestrator.admission.active_streams import Stream
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.target_place import TargetPlace
@@ -27,7 +28,7 @@ class Endings:
     def __init__(self, directory: Directory, recorder: Recorder) -> None:
         self._directory = directory
         self._recorder = recorder
-        self._tasks: dict[str, set[asyncio.Task[None]]] = {}  # by session id
+        self._tasks: dict[ScopedId, set[asyncio.Task[None]]] = {}  # by session id
         self._retries: set[asyncio.Task[None]] = set()  # releases that got no answer; nobody waits for them
 
     def end(self, stream: Stream, session: Session, place: TargetPlace) -> None:
@@ -52,7 +53,7 @@ class Endings:
         """Start releasing a session at a target where it may have a slot; it runs at that of its place."""
         self._begin(session, self._release(session.session_id, session.epoch, target, place))
 
-    async def close(self, session_id: str) -> bool:
+    async def close(self, session_id: ScopedId) -> bool:
         """Close a session in the index and at its workers; returns whether the index knew it. Raises Unavailable."""
         await self._recorder.settled(session_id)
         closed = await self._directory.registry.close_session(session_id)
@@ -61,7 +62,7 @@ class Endings:
                 await self._release(session_id, closed.epoch, self._directory.find(worker_id))
         return closed is not None
 
-    async def done(self, session_id: str) -> None:
+    async def done(self, session_id: ScopedId) -> None:
         """Wait until earlier streams' resources in the session are released."""
         if session_id in self._tasks:
             await asyncio.wait({*self._tasks[session_id]})
@@ -72,7 +73,7 @@ class Endings:
             await asyncio.wait({task for tasks in self._tasks.values() for task in tasks})
         await end(*self._retries)
 
-    def _forget_unless_taken(self, session: Session, target: TargetHandle, taken: str) -> None:
+    def _forget_unless_taken(self, session: Session, target: TargetHandle, taken: ScopedId) -> None:
         """Start releasing a session unless it is the one that was taken over."""
         if taken != session.session_id:
             self._begin(session, self._forget(session, target))
@@ -82,7 +83,7 @@ class Endings:
         self._tasks.setdefault(session.session_id, set()).add(task)
         task.add_done_callback(partial(self._ended, session.session_id))
 
-    def _ended(self, session_id: str, task: asyncio.Task[None]) -> None:
+    def _ended(self, session_id: ScopedId, task: asyncio.Task[None]) -> None:
         self._tasks[session_id].remove(task)
         if not self._tasks[session_id]:
             del self._tasks[session_id]
@@ -103,7 +104,7 @@ class Endings:
             await self._release(session.session_id, session.epoch, worker)
 
     async def _release(
-        self, session_id: str, epoch: int, worker: AnyHandle | None, place: TargetPlace | None = None
+        self, session_id: ScopedId, epoch: int, worker: AnyHandle | None, place: TargetPlace | None = None
     ) -> None:
         """Release a session at a worker, if that is known; one that does not answer is asked again in the background.
 
@@ -114,17 +115,17 @@ class Endings:
             self._retries.add(retrying)
             retrying.add_done_callback(self._retries.discard)
 
-    async def _release_later(self, session_id: str, epoch: int, worker: AnyHandle, place: TargetPlace | None) -> None:
+    async def _release_later(self, name: ScopedId, epoch: int, worker: AnyHandle, place: TargetPlace | None) -> None:
         for seconds in RETRY_PAUSES:
             await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
             is_known = self._directory.find(worker.record.worker_id) is worker
             if not is_known or (place is not None and place.target is worker):
                 return
-            if await _has_released(worker, session_id, epoch):
+            if await _has_released(worker, name, epoch):
                 return
 
 
-async def _has_released(worker: AnyHandle, session_id: str, epoch: int) -> bool:
+async def _has_released(worker: AnyHandle, session_id: ScopedId, epoch: int) -> bool:
     """Release a session at a worker; False if that does not answer."""
     try:
         await worker.client.release(session_id, epoch)

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 
 from bough.errors import StaleEpoch, Unavailable
+from bough.protocol.ids import ScopedId
 from bough.registry.records import MAX_EPOCH, Claim
 from orchestrator.cluster.directory import Directory
 from orchestrator.sessions.session import Session
@@ -22,7 +23,7 @@ class Epochs:
         self._directory, self._holder_id = directory, holder_id
         self._newest = 0  # epoch
 
-    async def begin(self, session_id: str) -> Claim:
+    async def begin(self, session_id: ScopedId) -> Claim:
         """Claim a session for a new request, whoever had it."""
         return await self._claim(session_id, None)
 
@@ -45,7 +46,7 @@ class Epochs:
         session.has_claim = claim.is_granted and claim.epoch > session.epoch
         session.epoch = max(claim.epoch, session.epoch + 1)
 
-    async def _claim(self, session_id: str, epoch: int | None, past: int = 0) -> Claim:
+    async def _claim(self, session_id: ScopedId, epoch: int | None, past: int = 0) -> Claim:
         claim = Claim(max(time.time_ns() // 1000, self._newest + 1, past + 1), None, is_granted=False)
         if not self._directory.index_problem:
             with suppress(Unavailable):  # reported by the directory

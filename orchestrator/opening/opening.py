@@ -6,7 +6,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -16,11 +16,13 @@ from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.codec import require_tokens
 from bough.protocol.codec_fields import like
 from bough.protocol.generation import GenerateOptions, Prompt, Resume, Tokens, WorkerInfo, weights_differ
+from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length, whole_blocks
 from bough.protocol.sampling_params import MAX_LOGPROBS, SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import Scheme
+from orchestrator.admission.active_streams import Stream
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.served_models import TargetWaiting, targets_for
@@ -31,7 +33,7 @@ from orchestrator.opening.prompt import OutputForm, continued_prompt, next_promp
 from orchestrator.opening.recorder import Recorder, as_recorded, lost_turn, request_record
 from orchestrator.reasoning.formats import thoughts_of
 from orchestrator.sessions.detokenizer import TextStream
-from orchestrator.sessions.session import Deadline, Session
+from orchestrator.sessions.session import Session
 
 
 class Opened(NamedTuple):
@@ -84,8 +86,8 @@ class Opening:
     waiting: TargetWaiting
     _made: _Made | None = None
 
-    async def open(self, prompt: Prompt, options: GenerateOptions, until: ExitStack, deadline: Deadline) -> Opened:
-        """Open a session for a request with an id, and take a place at a target, which is left when `until` is closed.
+    async def open(self, prompt: Prompt, options: GenerateOptions, stream: Stream) -> Opened:
+        """Open the session of a stream's request. The stream gets a place at a target, among its resources.
 
         Raises:
             InvalidRequest: names the invalid field.
@@ -93,7 +95,7 @@ class Opening:
             Unavailable: no target with the model can be used, or the index, needed to continue, does not answer.
             StaleEpoch: another request is continuing the same session.
         """
-        past, targets = await self.waiting.once_there(partial(self._past_and_targets, options), deadline)
+        past, targets = await self.waiting.once_there(partial(self._past_and_targets, options, stream), stream.deadline)
         past = past.of_model(targets[0].info)
         largest = max(targets, key=lambda known: known.info.max_context)
         if options.resume is not None:
@@ -106,8 +108,9 @@ class Opening:
         form = await output_form(prompt, options, largest.tokenizer, self.config.tool_call_parser, thoughts)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
-        place = until.enter_context(TargetPlace(target))  # at once, so that concurrent requests see each other
-        session, unseen = _session(tokens, options, form, target, past.request), None
+        # At once, so that concurrent requests see each other.
+        place = stream.resources.enter_context(TargetPlace(target))
+        session, unseen = _session(stream, tokens, options, form, target, past.request), None
         session.weights_hash, session.thoughts = past.weights_hash or target.info.weights_hash, thoughts
         # Unless it is known otherwise, all is expected to be cached: a small first tree costs little if it is not.
         cached = need.held.get(target.record.worker_id, 0) if need.knows_held else len(tokens)
@@ -120,17 +123,17 @@ class Opening:
             await self._claim(session, options, past, place)
         return Opened(session, place, unseen)
 
-    async def _past_and_targets(self, options: GenerateOptions) -> tuple[_Past, Targets]:
-        past = await self._past(options)
+    async def _past_and_targets(self, options: GenerateOptions, stream: Stream) -> tuple[_Past, Targets]:
+        past = await self._past(options, stream)
         return past, targets_for(self.directory, options, past.request, past.session)
 
-    async def _past(self, options: GenerateOptions) -> _Past:
+    async def _past(self, options: GenerateOptions, stream: Stream) -> _Past:
         """Records of the request and session, including unwritten ones. Without the index none can be continued."""
         request, session, is_unwritten = None, None, False
         try:
             if options.resume is not None:
-                request = await self.directory.registry.load_request(options.request_id)
-            session_id = _session_id(options, request)
+                request = await self.directory.registry.load_request(stream.request_id)
+            session_id = _session_id(stream, request)
             if session_id:
                 await self.recorder.settled(session_id)
                 session = self.recorder.unwritten(session_id, options.continues and request is None)
@@ -227,7 +230,7 @@ class Opening:
             session.draft_id, session.draft_held = record.draft_id, min(record.draft_length, held)
         if options.continues:
             if claim.record is not None and record is not None and claim.record.epoch > record.epoch:
-                raise StaleEpoch(f"session_id: {session.session_id!r} was continued by another request meanwhile")
+                raise StaleEpoch(f"session_id: {session.session_id.name!r} was continued by another request meanwhile")
             # Recorded before anything is generated, so that a retry does not continue the session twice.
             with suppress(Unavailable):
                 await self.directory.registry.record_request(request_record(session), first_new=0)
@@ -248,17 +251,17 @@ def _quickest(targets: Targets, need: Need) -> TargetHandle:
     return min(fitting, key=lambda target: (target.is_leaving, target.expected_seconds(need), target.busyness))
 
 
-def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:
-    """The session's id; empty for a new one."""
-    recorded = "" if request is None else request.session_id
-    if options.session_id and recorded not in ("", options.session_id):
-        raise InvalidRequest(
-            "session_id", f"must be that of request_id {options.request_id!r}", repr(options.session_id)
-        )
-    return options.session_id or recorded
+def _session_id(stream: Stream, request: RequestRecord | None) -> ScopedId:
+    """The session's id; without a name for a new one."""
+    named, recorded = stream.session_id, ScopedId() if request is None else request.session_id
+    if named and recorded and named != recorded:
+        whose = f"must be that of request_id {stream.request_id.name!r}"
+        raise InvalidRequest("session_id", whose, repr(named.name))
+    return named or recorded
 
 
 def _session(
+    stream: Stream,
     tokens: TokenHistory,
     options: GenerateOptions,
     form: OutputForm,
@@ -277,9 +280,9 @@ def _session(
         raise InvalidRequest("min_tokens", most, options.min_tokens)
     require_sizes(options.speculation, target.info.max_nodes)
     return Session(
-        request_id=options.request_id,
-        session_id=_session_id(options, request) or uuid.uuid4().hex,
-        keep=bool(options.session_id) or (request is not None and request.keeps_session),
+        request_id=stream.request_id,
+        session_id=_session_id(stream, request) or replace(stream.request_id, name=uuid.uuid4().hex),
+        keep=bool(stream.session_id) or (request is not None and request.keeps_session),
         tokens=tokens,
         prompt_length=len(tokens),
         sampling=sampling,
@@ -324,7 +327,7 @@ def require_same_request(record: RequestRecord, session: Session) -> None:
         if was != now:
             raise InvalidRequest(
                 "resume",
-                f"request_id {record.request_id!r} must have the same {name} as when it was begun, "
+                f"request_id {record.request_id.name!r} must have the same {name} as when it was begun, "
                 "with the seed that `started` reported",
             )
 
@@ -336,7 +339,7 @@ def resume(session: Session, options: GenerateOptions, wanted: Resume, record: R
     client has seen is unknown.
     """
     recorded = () if record is None else record.tokens[record.prompt_length :]
-    seen = _seen(wanted, recorded, session.request_id)
+    seen = _seen(wanted, recorded, session.request_id.name)
     reports_none = options.logprobs is None and options.prompt_logprobs is None  # log-probabilities are not recorded
     is_believed = recorded[: len(seen)] == seen and reports_none
     unseen = session.replay(recorded if is_believed and len(recorded) > len(seen) else seen, len(seen))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from bough.concurrency.tasks import end
 from bough.errors import NotFound, StaleEpoch, Unavailable
 from bough.protocol.codec_fields import like
+from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes
 from bough.protocol.sampling_params import SamplingParams
 from bough.registry.records import RequestRecord, SessionRecord
@@ -34,7 +35,7 @@ class _State(NamedTuple):
     """What is to be written of a session: its state after a round; without a request the state before a turn that ended
     without a round, under that turn's epoch; without both, the session is to be forgotten."""
 
-    session_id: str
+    session_id: ScopedId
     epoch: int
     session: SessionRecord | None = None
     request: RequestRecord | None = None
@@ -63,7 +64,7 @@ class _Log:
     task: asyncio.Task[None] | None = None
     epoch: int = 0  # of the records
     refusal: StaleEpoch | None = None  # another request has claimed or closed the session
-    refused_request_id: str = ""  # request of this epoch whose id now belongs to another session
+    refused_request_id: ScopedId | None = None  # request of this epoch whose id now belongs to another session
     lost: _State | None = None  # what the index could not take for too long
     num_written: int = 0  # tokens in the index
     hashes: list[int] = field(default_factory=list)  # of the blocks that the target holds
@@ -72,7 +73,7 @@ class _Log:
     def put(self, waiting: _State) -> None:
         """Replace what is to be written by something newer."""
         if waiting.epoch != self.epoch:
-            self.epoch, self.refusal, self.refused_request_id, self.num_written = waiting.epoch, None, "", 0
+            self.epoch, self.refusal, self.refused_request_id, self.num_written = waiting.epoch, None, None, 0
             self.hashes.clear()
         self.waiting, self.lost = waiting, None
         self.is_settled.clear()
@@ -83,7 +84,7 @@ class Recorder:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._logs: dict[str, _Log] = {}
+        self._logs: dict[ScopedId, _Log] = {}
 
     def record(
         self, session: SessionRecord, request: RequestRecord, model_fingerprint: str, cache_salt: str = ""
@@ -92,13 +93,13 @@ class Recorder:
         state = _State(session.session_id, session.epoch, session, request, model_fingerprint, cache_salt)
         self._put(state, has_ended=False)
 
-    def drop(self, session_id: str, epoch: int) -> None:
+    def drop(self, session_id: ScopedId, epoch: int) -> None:
         """Forget a session that is not kept, unless a newer epoch of it is recorded here."""
         log = self._logs.get(session_id)
         if log is None or log.epoch <= epoch:
             self._put(_State(session_id, epoch), has_ended=True)
 
-    def end(self, session_id: str, epoch: int = 0, before: SessionRecord | None = None) -> None:
+    def end(self, session_id: ScopedId, epoch: int = 0, before: SessionRecord | None = None) -> None:
         """End the request of a kept session: its log is dropped once all is written.
 
         If no round of `epoch` was recorded, the session is recorded as `before`, as its next turn may continue that.
@@ -112,7 +113,7 @@ class Recorder:
             log.has_ended = True
             self._forget_if_done(session_id, log)
 
-    async def settled(self, session_id: str) -> bool:
+    async def settled(self, session_id: ScopedId) -> bool:
         """Wait for a limited time until the newest state is written or failed; returns whether nothing is left."""
         log = self._logs.get(session_id)
         if log is not None:
@@ -128,18 +129,18 @@ class Recorder:
                 for log in list(self._logs.values()):
                     await log.is_settled.wait()
 
-    def require_held(self, session_id: str) -> None:
+    def require_held(self, session_id: ScopedId) -> None:
         """Raise StaleEpoch if the index refused a record, as another request has the session."""
         log = self._logs.get(session_id)
         if log is not None and log.refusal is not None:
             raise StaleEpoch(str(log.refusal))
 
-    def is_refused(self, session_id: str) -> bool:
+    def is_refused(self, session_id: ScopedId) -> bool:
         """Whether the index refused a record, as another request has the session or it was closed elsewhere."""
         log = self._logs.get(session_id)
         return log is not None and log.refusal is not None
 
-    def unwritten(self, session_id: str, continues: bool = False) -> SessionRecord | None:
+    def unwritten(self, session_id: ScopedId, continues: bool = False) -> SessionRecord | None:
         """The newest state of a session that is not in the index yet.
 
         Raises NotFound if that is to be continued, but could not be recorded: the index may have an earlier one.
@@ -165,11 +166,11 @@ class Recorder:
         if log.task is None:
             log.task = asyncio.create_task(self._write_all(state.session_id, log))
 
-    def _forget_if_done(self, session_id: str, log: _Log) -> None:
+    def _forget_if_done(self, session_id: ScopedId, log: _Log) -> None:
         if log.has_ended and log.task is None:
             del self._logs[session_id]
 
-    async def _write_all(self, session_id: str, log: _Log) -> None:
+    async def _write_all(self, session_id: ScopedId, log: _Log) -> None:
         """Write until nothing is left, or the index has been away too long."""
         try:
             num_failures = 0
@@ -246,11 +247,11 @@ class Recorder:
         log.noted = _Noted(state.epoch, target_id, num_blocks, noted.all_at if first_new else now)
 
 
-def lost_turn(session_id: str) -> NotFound:
+def lost_turn(session_id: ScopedId) -> NotFound:
     """The refusal to continue a session whose last turn is not recorded."""
     return NotFound(
         "session_id",
-        f"{session_id!r} cannot be continued, as its last turn is not recorded; send the full history, "
+        f"{session_id.name!r} cannot be continued, as its last turn is not recorded; send the full history, "
         "with continues false",
     )
 

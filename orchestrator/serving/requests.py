@@ -22,6 +22,7 @@ from bough.protocol.generation import (
     Prompt,
     ServerInfo,
 )
+from bough.protocol.ids import ScopedId
 from bough.telemetry.tracing import CURRENT_SPAN
 from bough.trees.scheme_acceptance import SchemeAcceptance
 from orchestrator.admission.active_streams import Running, Stream
@@ -65,14 +66,19 @@ class Requests:
         self.rounds = Rounds(config, directory, self.sizer, self._verifier, self.recorder, AcceptanceCounter())
         self.loop_lag = LoopLag()
         self.streams = Running()
-        self._sessions: OrderedDict[str, str] = OrderedDict()  # session ids of the latest requests, by request id
+        self._sessions: OrderedDict[ScopedId, ScopedId] = OrderedDict()  # of the latest requests, by request
         self.texts = ModelTexts(TargetWaiting(directory, self.admission, config.failover_timeout, MOST_HELD), config)
         self.metrics_url = self.http_url = ""  # of this orchestrator, and of its OpenAI-compatible API
         self._model_name = ""  # of the target used last
         self.num_total = self.num_tokens = 0
 
     def generate(
-        self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None, hold: Hold | None = None
+        self,
+        prompt: Prompt,
+        options: GenerateOptions,
+        timeout_seconds: float | None = None,
+        hold: Hold | None = None,
+        tenant: str = "",
     ) -> AsyncGenerator[Event]:
         """Yield the events of a request, which has an id and perhaps its turn already; closing the generator frees all.
 
@@ -86,7 +92,7 @@ class Requests:
             DeadlineExceeded: `timeout_seconds` are over, or the caller has not asked for the next event for as long as
                 the configuration allows. The request's resources are free then.
         """
-        return RequestRun(self, prompt, options, hold or Hold()).run(timeout_seconds)
+        return RequestRun(self, prompt, options, hold or Hold(), tenant).run(timeout_seconds)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -108,18 +114,18 @@ class Requests:
         cut_off = Unavailable(f"{refusal}; this call was cut off, and can be resumed there")
         await self.streams.finished_or_cut_off(timeout_seconds, cut_off)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: ScopedId) -> None:
         """End a request at once. Raises NotFound."""
         self.streams.request(request_id).end()
 
-    async def close_session(self, session_id: str) -> None:
+    async def close_session(self, session_id: ScopedId) -> None:
         """Forget a session, here and at its workers; a running request of it ends. Raises NotFound or Unavailable."""
         if not session_id:
             raise InvalidRequest("session_id", "must be given", "none")
         if (stream := self.streams.in_session(session_id)) is not None:
-            stream.close(StaleEpoch(f"session_id: {session_id!r} was closed"))
+            stream.close(StaleEpoch(f"session_id: {session_id.name!r} was closed"))
         if not await self.endings.close(session_id) and stream is None:
-            raise NotFound("session_id", f"{session_id!r} is not known")
+            raise NotFound("session_id", f"{session_id.name!r} is not known")
 
     @property
     def is_ready(self) -> bool:
@@ -179,18 +185,15 @@ class Requests:
         """Acceptance counts by scheme, depth and rank."""
         return self.rounds.acceptance.counts()
 
-    def decisions(self, name: str) -> Sequence[Decision]:
-        """The last rounds of a session, oldest first, by its id or that of a request in it; by "" of the latest.
+    def decisions(self, known: ScopedId) -> Sequence[Decision]:
+        """The last rounds of a session, oldest first, by its id or that of a request in it.
 
-        Raises NotFound if nothing is remembered of it.
+        Without a name they are those of the tenant's session that was active last. Raises NotFound if nothing is
+        remembered of it.
         """
-        if not (decisions := self.sizer.log.of(name) or self.sizer.log.of(self._sessions.get(name, name))):
-            raise NotFound("session_id", "must be a session or request with recent rounds here", repr(name))
+        if not (decisions := self.sizer.log.of(known) or self.sizer.log.of(self._sessions.get(known, known))):
+            raise NotFound("session_id", "must be a session or request with recent rounds here", repr(known.name))
         return decisions
-
-    def last_request(self, prefix: str) -> str:
-        """The id of the latest request whose id has this prefix; empty if there is none."""
-        return next((name for name in reversed(self._sessions) if name.startswith(prefix)), "") if prefix else ""
 
     def note(self, session: Session, model_name: str) -> None:
         self._model_name = model_name
@@ -215,8 +218,8 @@ class RequestRun(Stream):
     the last event and has not asked for the next.
     """
 
-    def __init__(self, requests: Requests, prompt: Prompt, options: GenerateOptions, hold: Hold) -> None:
-        super().__init__(options.request_id, options.session_id, hold)
+    def __init__(self, requests: Requests, prompt: Prompt, options: GenerateOptions, hold: Hold, tenant: str) -> None:
+        super().__init__(ScopedId(options.request_id, tenant), ScopedId(options.session_id, tenant), hold)
         self._all, self._prompt, self._options = requests, prompt, options
         self._stage = Stage.ADMITTED
         self._ready: deque[Event] = deque()  # made, and not read yet
@@ -274,7 +277,7 @@ class RequestRun(Stream):
         finally:
             if self._earlier is not None:
                 runs = opened.session if opened is not None and opened.session.epoch else None
-                self.takes_over(self._earlier, runs.session_id if runs is not None else "")
+                self.takes_over(self._earlier, runs.session_id if runs is not None else ScopedId())
                 self._earlier = None
         if opened is None:
             self._ready.extend(never_begun(self._options))
@@ -301,7 +304,7 @@ class RequestRun(Stream):
             await requests.admission.place(self.hold, self.deadline)
         with CURRENT_SPAN.get().child("open"):
             await requests.directory.limiter.acquire()
-            opened = await requests.opening.open(self._prompt, self._options, self.resources, self.deadline)
+            opened = await requests.opening.open(self._prompt, self._options, self)
         opened.session.deadline, opened.session.trace = self.deadline, CURRENT_SPAN.get()
         await requests.endings.done(opened.session.session_id)
         return opened

@@ -1,7 +1,7 @@
 """Tenants: the holder of each key sees only its own requests and sessions.
 
-Inside bough, a tenant's ids of requests and sessions have the tenant's name as a prefix, in the index and at workers
-too. So ids of different tenants never collide, and another tenant's id is unknown. Without keys there is one tenant.
+Inside bough, ids of requests and sessions have the tenant beside the client's name, in the index and at workers too. So
+ids of different tenants never collide, and another tenant's id is unknown. Without keys there is one tenant.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from bough.errors import BoughError, Exhausted, NotFound, Unauthenticated
 from bough.protocol.decision import Decision
-from bough.protocol.generation import Event, Finished, GenerateOptions, Prompt, Started, Tokens
-from bough.protocol.messages import SEPARATOR
+from bough.protocol.generation import Event, GenerateOptions, Prompt, Started, Tokens
+from bough.protocol.ids import ScopedId
 from bough.security.keys import ApiKey, Keyring, WorkerKey
 from bough.telemetry.tracing import NO_TRACER, Tracer
 from orchestrator.admission.admission import Hold
@@ -221,17 +221,16 @@ class Tenant:
         hold: Hold | None,
         timeout_seconds: float | None,
     ) -> AsyncGenerator[Event]:
-        request_id = options.request_id or uuid.uuid4().hex
-        session_id = self._inner(options.session_id) if options.session_id else ""
-        salt = options.cache_salt if self.shares_prefixes else self._inner(options.cache_salt)
-        inner = replace(options, request_id=self._inner(request_id), session_id=session_id, cache_salt=salt)
-        with self._outer_names(), request_trace(self.tracer, inner):
-            async with aclosing(self.requests.generate(prompt, inner, timeout_seconds, hold)) as events:
+        salt = options.cache_salt if self.shares_prefixes else str(self._id(options.cache_salt))
+        options = replace(options, request_id=options.request_id or uuid.uuid4().hex, cache_salt=salt)
+        with request_trace(self.tracer, options, self._id(options.request_id), self._id(options.session_id)):
+            generated = self.requests.generate(prompt, options, timeout_seconds, hold, self.name)
+            async with aclosing(generated) as events:
                 async for event in events:
                     count(event)
                     if isinstance(event, Started):
                         await self._close_surplus()
-                    yield self._outer(event, request_id)
+                    yield event
 
     @contextmanager
     def _counted(self, session_id: str, num: int) -> Iterator[Count]:
@@ -262,22 +261,18 @@ class Tenant:
 
     def abort(self, request_id: str) -> None:
         """End a request at once. Raises NotFound."""
-        with self._outer_names():
-            self.requests.abort(self._inner(request_id))
+        self.requests.abort(self._id(request_id))
 
     async def close_session(self, session_id: str) -> None:
         """Forget a session of the tenant's; a running request of it ends. Raises what `Requests.close_session` does."""
         require_name("session_id", session_id)
-        with self._outer_names():
-            await self.requests.close_session(self._inner(session_id) if session_id else "")
+        await self.requests.close_session(self._id(session_id))
         if self.key is not None:
             self.usage.forget(self.key, session_id)
 
     def decisions(self, name: str) -> Sequence[Decision]:
         """The last rounds of a session or request of the tenant's; by an empty name of its latest. Raises NotFound."""
-        last = self.requests.last_request(self._prefix)
-        with self._outer_names():
-            return self.requests.decisions(self._inner(name) if name else last or self._prefix)
+        return self.requests.decisions(self._id(name))
 
     async def _close_surplus(self) -> None:
         """Closes those sessions that the tenant has beyond what its key allows, where the index can be told."""
@@ -287,33 +282,11 @@ class Tenant:
                     continue  # while another was closed, a request has begun in it, or someone else has closed it
                 with suppress(BoughError):  # of an index or a worker that does not answer: tried again
                     with suppress(NotFound):  # it has ended by itself
-                        await self.requests.close_session(self._inner(name))
+                        await self.requests.close_session(self._id(name))
                     self.usage.forget(self.key, name)
 
-    @property
-    def _prefix(self) -> str:
-        return f"{self.name}{SEPARATOR}" if self.name else ""
-
-    def _inner(self, name: str) -> str:
-        return self._prefix + name
-
-    def _outer(self, event: Event, request_id: str) -> Event:
-        match event:
-            case Started():
-                return replace(event, request_id=request_id)
-            case Finished(warnings=warnings) if warnings and self._prefix:
-                return replace(event, warnings=tuple(text.replace(self._prefix, "") for text in warnings))
-        return event
-
-    @contextmanager
-    def _outer_names(self) -> Iterator[None]:
-        """Give errors ids as the caller knows them."""
-        try:
-            yield
-        except BoughError as exc:
-            if self._prefix:
-                exc.args = tuple(arg.replace(self._prefix, "") if isinstance(arg, str) else arg for arg in exc.args)
-            raise
+    def _id(self, name: str) -> ScopedId:
+        return ScopedId(name, self.name)
 
 
 @dataclass(slots=True)

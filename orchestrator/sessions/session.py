@@ -28,6 +28,7 @@ from bough.protocol.generation import (
     WorkerInfo,
     weights_differ,
 )
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyResult
 from bough.protocol.prefix_hash import TokenHistory
 from bough.protocol.sampling_params import UNLIMITED, SamplingParams, StopConditions
@@ -73,8 +74,8 @@ MAX_WARNING_LENGTH = 500  # characters
 class Session:
     """State of a request between rounds. Its token ids and sampling parameters suffice to rebuild everything."""
 
-    request_id: str
-    session_id: str
+    request_id: ScopedId
+    session_id: ScopedId
     keep: bool  # KV and index entry outlive the request
     tokens: TokenHistory  # prompt and output; the last one is the next root
     prompt_length: int
@@ -255,7 +256,7 @@ class Session:
     def started(self, num_seen: int) -> Started:
         """The first event, for a client that has seen so many tokens of the output."""
         return Started(
-            self.request_id, self.prompt_length, self.sampling.seed, self.model_name, num_seen, self.thoughts
+            self.request_id.name, self.prompt_length, self.sampling.seed, self.model_name, num_seen, self.thoughts
         )
 
     def finished(self) -> Finished:

@@ -13,6 +13,7 @@ from bough.errors import InvalidTree
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Decision, RoundTimings
 from bough.protocol.generation import Speculation
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import GrowResult, VerifyResult
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, Scheme, TreePlan
@@ -80,7 +81,7 @@ class WorkerFacts:
 class Situation:
     """The state of a session before a round."""
 
-    session_id: str
+    session_id: ScopedId
     speculation: Speculation
     temperature: float
     target: WorkerFacts
@@ -135,13 +136,13 @@ class Sizer(Protocol):
     def plan(self, situation: Situation) -> RoundPlan:
         """Plan how to grow the next tree."""
 
-    def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
+    def propose(self, session_id: ScopedId, drafted: Tree, looked_up: Tree) -> Proposal:
         """Choose the part of the grown tree and the looked-up guesses that is worth verifying."""
 
-    def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
+    def observe(self, session_id: ScopedId, outcome: RoundOutcome) -> Decision | None:
         """Learn from a round; returns its record, or None if it had no plan."""
 
-    def forget(self, session_id: str) -> None:
+    def forget(self, session_id: ScopedId) -> None:
         """Drop the state of a session whose request has ended."""
 
 

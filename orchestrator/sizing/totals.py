@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.protocol.decision import Decision, DraftCalibration, Mode
+from bough.protocol.ids import ScopedId
 from bough.trees.acceptance import FloatArray
 from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree import Tree
@@ -76,11 +77,11 @@ class DecisionLog:
     """Bounded log: the least recently used sessions, rounds and workers are dropped."""
 
     def __init__(self) -> None:
-        self._sessions: OrderedDict[str, deque[Decision]] = OrderedDict()
+        self._sessions: OrderedDict[ScopedId, deque[Decision]] = OrderedDict()
         # By draft worker: rounds, and decayed sums over them (5,): weight, then what a DraftCalibration has means of.
         self._drafts: OrderedDict[str, tuple[int, NDArray[np.float64]]] = OrderedDict()
 
-    def add(self, session_id: str, decision: Decision) -> None:
+    def add(self, session_id: ScopedId, decision: Decision) -> None:
         """Log a round. It counts as a prediction if a draft was asked and a sweep was predicted."""
         log = self._sessions.setdefault(session_id, deque(maxlen=MAX_ROUNDS))
         log.append(decision)
@@ -95,10 +96,11 @@ class DecisionLog:
             if len(self._drafts) > MAX_DRAFTS:
                 self._drafts.popitem(last=False)
 
-    def of(self, session_id: str) -> Sequence[Decision]:
-        """Decisions of a session, oldest first; an empty id means the session active last."""
-        if not session_id and self._sessions:
-            session_id = next(reversed(self._sessions))
+    def of(self, session_id: ScopedId) -> Sequence[Decision]:
+        """Decisions of a session, oldest first; without a name, of the tenant's session that was active last."""
+        if not session_id:
+            of_tenant = (known for known in reversed(self._sessions) if known.tenant == session_id.tenant)
+            session_id = next(of_tenant, session_id)
         return tuple(self._sessions.get(session_id, ()))
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
@@ -162,7 +164,7 @@ class MeasuredSizer:
 
     def __init__(self, sizer: Sizer) -> None:
         self._sizer = sizer
-        self._deciding: dict[str, float] = {}  # the sizer's seconds in the current round, by session
+        self._deciding: dict[ScopedId, float] = {}  # the sizer's seconds in the current round, by session
         self.totals, self.log = RoundTotals(), DecisionLog()
 
     def plan(self, situation: Situation) -> RoundPlan:
@@ -170,11 +172,11 @@ class MeasuredSizer:
         with self._timed(situation.session_id):
             return self._sizer.plan(situation)
 
-    def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
+    def propose(self, session_id: ScopedId, drafted: Tree, looked_up: Tree) -> Proposal:
         with self._timed(session_id):
             return self._sizer.propose(session_id, drafted, looked_up)
 
-    def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
+    def observe(self, session_id: ScopedId, outcome: RoundOutcome) -> Decision | None:
         with self._timed(session_id):
             decision = self._sizer.observe(session_id, outcome)
         self.totals.plan_seconds.add(self._deciding.pop(session_id))
@@ -183,12 +185,12 @@ class MeasuredSizer:
             self.log.add(session_id, decision)
         return decision
 
-    def forget(self, session_id: str) -> None:
+    def forget(self, session_id: ScopedId) -> None:
         self._deciding.pop(session_id, None)
         self._sizer.forget(session_id)
 
     @contextmanager
-    def _timed(self, session_id: str) -> Iterator[None]:
+    def _timed(self, session_id: ScopedId) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield

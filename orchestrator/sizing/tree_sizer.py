@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bough.config.processes import OrchestratorConfig
 from bough.protocol.decision import Decision, Mode
+from bough.protocol.ids import ScopedId
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, TreePlan
 from orchestrator.sizing.choice import PredictedSize, SweepLoad, TreeGains, best_size, cut_size
@@ -84,8 +85,8 @@ class TreeSizer:
         self._default, self._max_depth, self._sweep_nodes = default, max_depth, sweep_nodes
         self._pairs = lru_cache(MAX_PAIRS)(lambda _: Pair())  # by key; new ones have learnt nothing
         self._times = RoundTimes()
-        self._sessions: dict[str, SessionState] = {}
-        self._pending: dict[str, _Pending] = {}
+        self._sessions: dict[ScopedId, SessionState] = {}
+        self._pending: dict[ScopedId, _Pending] = {}
 
     @classmethod
     def of(cls, config: OrchestratorConfig) -> TreeSizer:
@@ -112,7 +113,7 @@ class TreeSizer:
         self._pending[situation.session_id] = pending
         return pending.plan
 
-    def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
+    def propose(self, session_id: ScopedId, drafted: Tree, looked_up: Tree) -> Proposal:
         """Choose the nodes of both trees that are worth their time; samples and trees of a fixed size stay whole."""
         pending, session = self._pending.get(session_id), self._sessions.get(session_id)
         if pending is None or session is None:
@@ -136,7 +137,7 @@ class TreeSizer:
         self._expect(session, pending, len(both))
         return Proposal(both.only(kept), pending.load is not None, pending.places)
 
-    def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
+    def observe(self, session_id: ScopedId, outcome: RoundOutcome) -> Decision | None:
         """Learn a round's times and outcomes; returns the round's record, or None if it had no plan."""
         pending, session = self._pending.pop(session_id, None), self._sessions.get(session_id)
         if pending is None or session is None:
@@ -160,7 +161,7 @@ class TreeSizer:
             session.pair.probing.paid()
         return decision
 
-    def forget(self, session_id: str) -> None:
+    def forget(self, session_id: ScopedId) -> None:
         """Drop a session's state; what its pair of models has learnt stays."""
         self._sessions.pop(session_id, None)
         self._pending.pop(session_id, None)

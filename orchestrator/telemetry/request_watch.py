@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bough.protocol.generation import Event, Finished, GenerateOptions, Started, Tokens
+from bough.protocol.ids import ScopedId
 from bough.telemetry.call_context import CALLER_TRACEPARENT
 from bough.telemetry.logs import LOG_CONTEXT
 from bough.telemetry.spans import Attributes
@@ -139,7 +140,9 @@ class TroubleCount:
 
 
 @contextmanager
-def request_trace(tracer: Tracer, options: GenerateOptions) -> Iterator[None]:
+def request_trace(
+    tracer: Tracer, options: GenerateOptions, request_id: ScopedId, session_id: ScopedId
+) -> Iterator[None]:
     """Trace a request during the block, in the running task and tasks that it starts.
 
     The span is a child of the caller's, if the caller sent one.
@@ -148,25 +151,25 @@ def request_trace(tracer: Tracer, options: GenerateOptions) -> Iterator[None]:
         CURRENT_SPAN.set(span)
         LOG_CONTEXT.set(
             LOG_CONTEXT.get()._replace(
-                request_id=options.request_id, session_id=options.session_id, trace_id=span.trace_id
+                request_id=str(request_id), session_id=str(session_id) if session_id else "", trace_id=span.trace_id
             )
         )
         if span.is_recorded:
-            span.set(request_attributes(options))
+            span.set(request_attributes(options, request_id, session_id))
         yield
 
 
-def request_attributes(options: GenerateOptions) -> Attributes:
+def request_attributes(options: GenerateOptions, request_id: ScopedId, session_id: ScopedId) -> Attributes:
     attributes: dict[str, str | int | float] = {
-        "gen_ai.request.id": options.request_id,
+        "gen_ai.request.id": str(request_id),
         "gen_ai.request.max_tokens": options.max_tokens,
         "gen_ai.request.temperature": options.temperature,
         "gen_ai.request.top_p": options.top_p,
     }
     if options.model:
         attributes["gen_ai.request.model"] = options.model
-    if options.session_id:
-        attributes["bough.session"] = hashed(options.session_id)
+    if session_id:
+        attributes["bough.session"] = hashed(session_id)
     if name := LOG_CONTEXT.get().http_request_id:
         attributes["bough.http_request_id"] = name
     return attributes
@@ -198,6 +201,6 @@ def round_attributes(tokens: Tokens) -> Attributes:
     }
 
 
-def hashed(session_id: str) -> str:
+def hashed(session_id: ScopedId) -> str:
     """A session's id for traces: equal for equal ids, but not the id, which may name a person."""
-    return hashlib.sha256(session_id.encode()).hexdigest()[:HASH_LENGTH]
+    return hashlib.sha256(str(session_id).encode()).hexdigest()[:HASH_LENGTH]

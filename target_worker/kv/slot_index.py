@@ -17,6 +17,7 @@ from bough.errors import StaleEpoch
 from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyResult
 from bough.protocol.prefix_hash import BLOCK_TOKENS, PrefixIndex, PrefixMatch, block_hashes, common_length, whole_blocks
 
@@ -61,7 +62,7 @@ class Text:
 class SessionSlot:
     """A KV slot with the session that has it."""
 
-    session_id: str  # "" once released: other sessions may still copy its prefix
+    session_id: ScopedId  # without a name once released: other sessions may still copy its prefix
     slot: Slot
     epoch: int
     cache_salt: str = ""  # of the cached text
@@ -110,7 +111,7 @@ class SlotIndex:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.sessions: dict[str, SessionSlot] = {}
+        self.sessions: dict[ScopedId, SessionSlot] = {}
         self.slots: dict[SessionSlot, None] = {}  # includes slots of released sessions
         self.held: dict[SessionSlot, None] = {}  # in state HELD; all others are idle
         self._idle: list[SessionSlot] = []  # least recently used first
@@ -120,7 +121,7 @@ class SlotIndex:
 
     def open(self, num_rows: int) -> SessionSlot:
         """Open an empty slot; there must be room."""
-        session = SessionSlot("", self.arena.take(num_rows), epoch=-1)
+        session = SessionSlot(ScopedId(), self.arena.take(num_rows), epoch=-1)
         self.slots[session] = self.held[session] = None
         self.follow(session)
         session.become(SlotState.HELD)
@@ -158,7 +159,7 @@ class SlotIndex:
         self.roll_back(session, length)
         self.arena.resize(session.slot, num_rows)
 
-    def name(self, session: SessionSlot, session_id: str) -> None:
+    def name(self, session: SessionSlot, session_id: ScopedId) -> None:
         """Assign the slot to a session."""
         session.session_id, session.number = session_id, self._num_opened
         self._num_opened += 1

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from bough.errors import Exhausted, NotFound, Preempted
 from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
-from bough.protocol.messages import tenant_of
+from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import BLOCK_TOKENS, common_length, whole_blocks
 from target_worker.kv.slot_index import SessionSlot, SlotIndex, SlotState, Text
 
@@ -33,22 +33,22 @@ class AdmissionOrder:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[ScopedId, _Waiting] = {}
 
     def __contains__(self, session_id: object) -> bool:
         return session_id in self._waiting
 
-    def ask(self, session_id: str, epoch: int) -> None:
+    def ask(self, session_id: ScopedId, epoch: int) -> None:
         """Record that the session asks for room now."""
         now = self._clock()
         self._waiting = {name: one for name, one in self._waiting.items() if now - one.asked < WAITING_SECONDS}
         self._waiting[session_id] = _Waiting(epoch, now)
 
-    def leave(self, session_id: str) -> None:
+    def leave(self, session_id: ScopedId) -> None:
         """Remove a session that has its room or wants none."""
         self._waiting.pop(session_id, None)
 
-    def num_before(self, session_id: str, epoch: int) -> int:
+    def num_before(self, session_id: ScopedId, epoch: int) -> int:
         """The number of older sessions that have asked recently."""
         since = self._clock() - ASKING_SECONDS
         return sum(
@@ -106,15 +106,15 @@ class SlotPool:
         finally:
             self._kept.arena.give_back(slot)
 
-    def get(self, session_id: str) -> SessionSlot | None:
+    def get(self, session_id: ScopedId) -> SessionSlot | None:
         """The session's slot, if it has one."""
         return self._kept.sessions.get(session_id)
 
-    def is_waiting(self, session_id: str) -> bool:
+    def is_waiting(self, session_id: ScopedId) -> bool:
         """Whether the session was preempted or could not grow, and has had no room since."""
         return session_id in self._order
 
-    def to_preempt(self, session_id: str, epoch: int, num_rows: int) -> list[SessionSlot]:
+    def to_preempt(self, session_id: ScopedId, epoch: int, num_rows: int) -> list[SessionSlot]:
         """Sessions in use to preempt so that one may grow to `num_rows`, the youngest first; all younger than it.
 
         So the oldest session can always grow until it ends. The list is empty if preempting all would not suffice, or
@@ -141,7 +141,7 @@ class SlotPool:
         self._num_preemptions += 1
         self._order.ask(session.session_id, session.epoch)
 
-    def lease(self, session_id: str, epoch: int, num_rows: int, text: Text, most_rows: int = 0) -> SessionSlot:
+    def lease(self, session_id: ScopedId, epoch: int, num_rows: int, text: Text, most_rows: int = 0) -> SessionSlot:
         """Lease the session's slot with room for `num_rows`, holding as much of `text` as is cached; starts a call.
 
         The common prefix of the slot and the text stays; what another slot has beyond that is copied. `most_rows` is
@@ -217,13 +217,13 @@ class SlotPool:
         self._num_sent += num_sent
         self._num_computed += num_computed
 
-    def release(self, session_id: str) -> None:
+    def release(self, session_id: ScopedId) -> None:
         """Forget a session. Its slot stays idle until its rows are needed. Raises NotFound."""
         self._order.leave(session_id)
         session = self._kept.sessions.pop(session_id, None)
         if session is None:
-            raise NotFound("session_id", f"{session_id!r} has no slot here")
-        session.session_id, session.last_result, session.is_busy = "", None, False
+            raise NotFound("session_id", f"{session_id.name!r} has no slot here")
+        session.session_id, session.last_result, session.is_busy = ScopedId(), None, False
         if session.state is SlotState.HELD:
             self._kept.let_go(session)
         if session.slot.length < BLOCK_TOKENS:
@@ -258,7 +258,7 @@ class SlotPool:
         """Assert the invariants between calls."""
         self._kept.check_integrity()
 
-    def _open(self, session_id: str, num_rows: int, text: Text) -> SessionSlot:
+    def _open(self, session_id: ScopedId, num_rows: int, text: Text) -> SessionSlot:
         """A slot for a new session: an idle one if that loses nothing or no other room can be made, else new rows."""
         kept, match = self._kept, self._kept.longest_usable(text)
         source, length = match if match is not None else (None, 0)
@@ -284,7 +284,7 @@ class SlotPool:
             raise self._exhausted(extra)
         self._kept.arena.resize(session.slot, num_rows)
 
-    def _require_entry(self, session_id: str, epoch: int, num_rows: int) -> None:
+    def _require_entry(self, session_id: ScopedId, epoch: int, num_rows: int) -> None:
         """Raise Exhausted or Preempted if a session must not be admitted with `num_rows` more rows.
 
         Preempted older sessions come first, and sessions in use must have room for their next step.
@@ -305,23 +305,23 @@ class SlotPool:
             raise Preempted(str(error))
         raise error
 
-    def _share_out(self, session_id: str, num_rows: int) -> None:
+    def _share_out(self, session_id: ScopedId, num_rows: int) -> None:
         """End leases until there is room for a session, of tenants that hold more than its own would with it.
 
         Only sessions between two turns lose theirs: of the tenant that holds most first, the least recently used first.
         """
-        kept, tenant, since = self._kept, tenant_of(session_id), self._clock() - TURN_SECONDS
+        kept, tenant, since = self._kept, session_id.tenant, self._clock() - TURN_SECONDS
         wanted = num_rows + sum(min(self._step_rows, session.num_growing) for session in kept.held)
         held = Counter[str]()
         for session in kept.held:
-            held[tenant_of(session.session_id)] += session.slot.num_rows
+            held[session.session_id.tenant] += session.slot.num_rows
         while kept.is_full or kept.num_available(kept.sessions.get(session_id)) < wanted:
             between_turns = (s for s in kept.held if not s.is_busy and s.last_used <= since)
-            greedy = [s for s in between_turns if held[tenant_of(s.session_id)] > held[tenant] + num_rows]
+            greedy = [s for s in between_turns if held[s.session_id.tenant] > held[tenant] + num_rows]
             if not greedy:
                 return
-            session = min(greedy, key=lambda s: (-held[tenant_of(s.session_id)], s.last_used))
-            held[tenant_of(session.session_id)] -= session.slot.num_rows
+            session = min(greedy, key=lambda s: (-held[s.session_id.tenant], s.last_used))
+            held[session.session_id.tenant] -= session.slot.num_rows
             kept.let_go(session)
 
     def _expire(self) -> None:

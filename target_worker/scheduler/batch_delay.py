@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bough.protocol.ids import ScopedId
+
 WEIGHT = 0.25  # of the latest observation in the moving average
 SLACK = 3.0  # multiples of the average after which a session is no longer waited for
 FORGET = 4.0  # multiples of the longest delay after which a session is forgotten
@@ -53,17 +55,17 @@ class BatchDelay:
         self._began: float | None = None  # when the current delay began
         self._return = _Typical()  # from an answer to the session's next call
         self._beginning = _Typical()  # from the report of a new session to its first call
-        self._answered: dict[str, tuple[str, float]] = {}  # (caller, time) by answered session
+        self._answered: dict[ScopedId, tuple[str, float]] = {}  # (caller, time) by answered session
         self._callers: dict[str, _Caller] = {}
 
     def swept(self, seconds: float) -> None:
         self._longest, self._began = self._max_delay * seconds, None
 
-    def answered(self, session_id: str, now: float, caller: str = "") -> None:
+    def answered(self, session_id: ScopedId, now: float, caller: str = "") -> None:
         if self._longest:
             self._answered[session_id] = caller, now
 
-    def arrived(self, session_id: str, when: float, caller: str = "", num_running: int = 0) -> None:
+    def arrived(self, session_id: ScopedId, when: float, caller: str = "", num_running: int = 0) -> None:
         """Record a session's call. Long absences are capped, so that they do not dominate the average."""
         if not self._longest:
             return
@@ -76,7 +78,7 @@ class BatchDelay:
             self._beginning.observe(min(max(0.0, when - told.since), 2 * self._longest))
         told.num_running, told.reported = num_running, when
 
-    def left(self, session_id: str) -> None:
+    def left(self, session_id: ScopedId) -> None:
         """Forget a session that will not return soon."""
         self._answered.pop(session_id, None)
 

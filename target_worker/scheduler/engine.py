@@ -16,6 +16,7 @@ from bough.concurrency.stall_timer import StallTimer
 from bough.errors import AcceleratorFull, BoughError, StaleEpoch, Unavailable
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
 from bough.sizing.sweep_times import SweepTimes
 from target_worker.kv.slot_pool import SlotPool
@@ -127,7 +128,7 @@ class SweepEngine:
         self._inbox.post(future, lambda: self._admit(call, future, arrived_ns))
         return future
 
-    def release(self, session_id: str, epoch: int = 0) -> Future[None]:
+    def release(self, session_id: ScopedId, epoch: int = 0) -> Future[None]:
         """Forget a session after the current sweep.
 
         With an `epoch`, the future raises StaleEpoch if the session has a newer one.
@@ -138,7 +139,7 @@ class SweepEngine:
             session = self.pool.get(session_id)
             if epoch and session is not None:
                 session.require_epoch(epoch)
-            self._calls.drop(session_id, StaleEpoch(f"session_id: {session_id!r} was released"))
+            self._calls.drop(session_id, StaleEpoch(f"session_id: {session_id.name!r} was released"))
             self._batch_delay.left(session_id)
             self.pool.release(session_id)
             settle(future, None)

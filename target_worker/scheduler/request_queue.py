@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from bough.concurrency.futures import settle
 from bough.errors import InvalidRequest, Preempted, PrefixMissing, StaleEpoch, Unavailable
 from bough.model.sizes.target_limits import TargetLimits
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import prefix_hash
 from target_worker.kv.slot_index import SessionSlot, Text
@@ -19,12 +20,12 @@ from target_worker.scheduler.job import VerifyJob
 class CallQueue:
     """Waiting calls; only the sweep thread uses it."""
 
-    def __init__(self, pool: SlotPool, limits: TargetLimits, left: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, pool: SlotPool, limits: TargetLimits, left: Callable[[ScopedId], None] = lambda _: None) -> None:
         """`left` is called with the id of each preempted session."""
         self.pool = pool
         self.is_draining = False
         self._limits, self._left = limits, left
-        self._jobs: dict[str, VerifyJob] = {}  # by session, in order of arrival
+        self._jobs: dict[ScopedId, VerifyJob] = {}  # by session, in order of arrival
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -75,7 +76,7 @@ class CallQueue:
             if job.num_remaining:
                 self.pool.copy_prefix(job.session, job.text)
 
-    def drop(self, session_id: str, error: Exception) -> None:
+    def drop(self, session_id: ScopedId, error: Exception) -> None:
         """End a session's call, if there is one, with an error."""
         job = self._jobs.pop(session_id, None)
         if job is not None:

@@ -14,6 +14,7 @@ from bough.errors import ConfigError, InvalidRequest, NoAnswer, StaleEpoch, Unav
 from bough.pb import generation_pb2
 from bough.protocol import codec_generation as wire
 from bough.protocol.generation import GenerateOptions, Resume, Started, TextPrompt
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyCall
 from bough.rpc.server import serving
 from bough.rpc.services import GENERATION, add_service
@@ -102,7 +103,7 @@ async def test_a_resumed_request_takes_over_from_a_stream_that_still_runs(fakes:
     async with Client(first.address) as old, Client(address, patience_seconds=0.0) as new:
         running = asyncio.create_task(read(old))
         await gate.reached()
-        await until(lambda: fakes.registry.load_request("r"))
+        await until(lambda: fakes.registry.load_request(ScopedId("r")))
         seen = await read(new, replace(OPTIONS, resume=Resume(0)))
         gate.open()
         with pytest.raises(StaleEpoch, match="has been resumed by another call" if is_same else "is over"):

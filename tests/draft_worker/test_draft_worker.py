@@ -15,6 +15,7 @@ import pytest
 
 from bough.config.processes import DraftConfig, parse
 from bough.errors import ConfigError, NotFound
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
@@ -113,9 +114,9 @@ def test_a_caller_that_gives_up_and_one_that_releases_leave_the_others_alone(tin
         gone, kept = (draft.grow(call) for call in calls(2))
         gone.cancel()
         assert len(kept.result().tree) > 1
-        draft.release("session 1").result()
+        draft.release(ScopedId("session 1")).result()
         with pytest.raises(NotFound, match="'session 1' has no slot here"):
-            draft.release("session 1").result()
+            draft.release(ScopedId("session 1")).result()
 
 
 def test_draft_ahead_is_reported_and_changes_no_tree(tiny: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.kv.session_kv import KVArena, KVShape
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, GrowCall, GrowResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.tokenization.vocabulary import TokenizerFiles
@@ -100,7 +101,7 @@ def grow_call(
     The engine is taken to hold the first `held` tokens. Sampling is greedy by default; the round is the number of
     committed tokens by default, as in the orchestrator.
     """
-    context = Context.of(session_id, tokens, held, prompt_length=3)
+    context = Context.of(ScopedId(session_id), tokens, held, prompt_length=3)
     round_ = context.base_length if round_ is None else round_
     return GrowCall(context, tokens[-1], sampling or SamplingParams(temperature=0.0), round_, plan)
 

@@ -22,6 +22,7 @@ from bough.pb import common_pb2, draft_pb2, target_pb2
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
 from bough.protocol.generation import WorkerInfo
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import GrowResult, Timings, Verdict, VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import prefix_hash
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
@@ -97,7 +98,7 @@ class FakeWorker:
 
     def stand_on(self, context: Any) -> list[int]:
         """The tokens before the root. Raises PrefixMissing if the context continues a prefix that is not held."""
-        held = self.held.get(context.session_id, [])
+        held = self.held.get(str(context.session_id), [])
         if len(held) < context.context_start or prefix_hash(held[: context.context_start]) != context.prefix_hash:
             raise PrefixMissing("it is not held", len(held), prefix_hash(held))
         return [*held[: context.context_start], *context.tokens]
@@ -130,7 +131,7 @@ class FakeTarget(FakeWorker):
         return codec.verify_result_to_wire(result)
 
     def _verify(self, call: VerifyCall) -> VerifyResult:
-        name = call.context.session_id
+        name = str(call.context.session_id)
         if call.epoch < self.epochs.get(name, 0):
             raise StaleEpoch(f"epoch: {call.epoch} is over", self.epochs[name])
         self.epochs[name] = call.epoch
@@ -155,7 +156,7 @@ class FakeTarget(FakeWorker):
         return result
 
     def _take_slot(self, call: VerifyCall) -> None:
-        name = call.context.session_id
+        name = str(call.context.session_id)
         if call.reserves:
             self.asked_for_room.append(name)
         if name in self.held or (call.context.context_start and not call.reserves and name not in self.gave_way):
@@ -192,11 +193,10 @@ class FakeDraft(FakeWorker):
 
     async def Grow(self, request: draft_pb2.GrowRequest, context: Any) -> draft_pb2.GrowReply:
         call = codec.grow_call_from_wire(request, VOCAB, MAX_NODES)
-        self.held[call.context.session_id] = self.stand_on(call.context)
+        held = self.held[str(call.context.session_id)] = self.stand_on(call.context)
         self.rounds.append(call.round)
         self.growths.append(call.plan.growth)
-        held = len(self.held[call.context.session_id])
-        return codec.grow_result_to_wire(GrowResult(Tree.root(call.root_token), held, Timings()))
+        return codec.grow_result_to_wire(GrowResult(Tree.root(call.root_token), len(held), Timings()))
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseReply:
         self.held.pop(request.session_id, None)
@@ -286,7 +286,7 @@ class Fleet:
         """Wait until the index has the finish reason of a request."""
 
         async def has_ended() -> bool:
-            record = await self.registry.load_request(request_id)
+            record = await self.registry.load_request(ScopedId(request_id))
             return record is not None and bool(record.finish_reason)
 
         await until(has_ended)

@@ -15,6 +15,7 @@ import numpy as np
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Decision, RoundTimings
 from bough.protocol.generation import Speculation
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import GrowResult, Timings, VerifyResult
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, TreePlan
@@ -57,8 +58,8 @@ def new_sizer() -> TreeSizer:
 def situation(**changes: Any) -> Situation:
     """The situation of a session with one target, one draft, known cost curves and 1000 tokens left, with `changes`."""
     facts = Situation(
-        "s", Speculation(), 0.0, WorkerFacts("target", "target", 1024, FLAT), WorkerFacts("draft", "draft", 1024, STEP),
-        1000,
+        ScopedId("s"), Speculation(), 0.0, WorkerFacts("target", "target", 1024, FLAT),
+        WorkerFacts("draft", "draft", 1024, STEP), 1000,
     )  # fmt: skip
     return replace(facts, **changes)
 

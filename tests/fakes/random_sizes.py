@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Decision, DraftCalibration
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, TreePlan
@@ -46,7 +47,7 @@ class RandomSizer:
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
-        self._plans: dict[str, RoundPlan] = {}
+        self._plans: dict[ScopedId, RoundPlan] = {}
         self.sizes: set[int] = set()  # of the proposed trees
         self.num_cut = 0  # rounds that proposed only a part of the grown tree
         self.num_left_out = 0  # nodes that targets left out
@@ -56,7 +57,7 @@ class RandomSizer:
         self._plans[situation.session_id] = plan = requested_plan(situation, LARGEST) or self._random_plan(situation)
         return plan
 
-    def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
+    def propose(self, session_id: ScopedId, drafted: Tree, looked_up: Tree) -> Proposal:
         """A random part of the union of both trees; sampled trees stay whole."""
         plan, rng = self._plans[session_id], self._rng
         if drafted.draft_probs is not None:
@@ -70,15 +71,15 @@ class RandomSizer:
         places[kept] = np.arange(len(kept))
         return Proposal(both.only(kept), rng.random() < 0.7, places[: len(drafted)])
 
-    def observe(self, session_id: str, outcome: RoundOutcome) -> None:
+    def observe(self, session_id: ScopedId, outcome: RoundOutcome) -> None:
         """Count the nodes that the target left out."""
         self.num_left_out += len(outcome.result.left_out_nodes)
 
-    def forget(self, session_id: str) -> None:
+    def forget(self, session_id: ScopedId) -> None:
         """Remove the session's plan."""
         self._plans.pop(session_id, None)
 
-    def decisions(self, session_id: str) -> Sequence[Decision]:
+    def decisions(self, session_id: ScopedId) -> Sequence[Decision]:
         """None: nothing is recorded."""
         return ()
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from bough.model.kv.arena import Arena
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, GrowCall, GrowResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.simulation.clock import SimulatedClock
@@ -43,7 +44,7 @@ def grown(
 
 def wide_tree(folder: Path) -> list[list[float]]:
     """Tokens, parents and log-probabilities of a tree whose draft probabilities are raised to the power 1.7."""
-    context = Context.of("s", [*range(300, 340)], 0, 3)
+    context = Context.of(ScopedId("s"), [*range(300, 340)], 0, 3)
     plan = TreePlan(BestFirst(40, 8, 5))
     call = GrowCall(context, 339, SamplingParams(temperature=0.8, seed=11), context.base_length, plan)
     tree = grown(pair_of(folder), TurnedClock(), [call], power=1.7)[0].tree

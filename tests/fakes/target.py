@@ -12,6 +12,7 @@ from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.kv.session_kv import KVArena, KVShape, KVSlot
 from bough.model.sizes.target_limits import TargetLimits
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, Timings, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.row_counts import RowCounts
@@ -123,5 +124,5 @@ def verify_call(
     max_length: int = 0,
 ) -> VerifyCall:
     """A call for a session with these tokens, the last being the tree's root; the target holds the first `held`."""
-    context = Context.of(session, tokens, held, len(tokens))
+    context = Context.of(ScopedId(session), tokens, held, len(tokens))
     return VerifyCall(context, epoch, round_, tree or Tree.root(tokens[-1]), GREEDY, max_length=max_length)

@@ -18,6 +18,7 @@ import pytest
 
 from bough.model.sampling.draft_sampler import generator, without_replacement
 from bough.model.sampling.sampler import _noisiest, filtered, gumbel_noise, probabilities
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import DraftProbs, Tree, normalised
@@ -306,7 +307,7 @@ def play(world: World, scheme: Scheme, seed: int, rng_of: RngOf) -> Iterator[Rou
         below = draw_some(world, (*text, int(first[0])), scheme, 1, rng_of(seed, number, 1))
         tree = validated(world, text, scheme, tuple(first.tolist()), tuple(below.tolist()))
         held = [0, *text]
-        context = Context.of("s", [*held, 0], 0, 1)
+        context = Context.of(ScopedId("s"), [*held, 0], 0, 1)
         params = SamplingParams(world.params.temperature, world.params.top_k, world.params.top_p, seed=seed)
         tokens = tree.tokens.tolist()
         verdict = compute_verdict(

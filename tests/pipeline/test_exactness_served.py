@@ -23,6 +23,7 @@ from bough.model.sampling.draft_sampler import generator, without_replacement
 from bough.model.sampling.sampler import filtered, gumbel, probabilities
 from bough.pb import common_pb2
 from bough.protocol.codec import tree_from_wire, tree_to_wire
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree, normalised
@@ -85,7 +86,7 @@ def served_text(scheme: Scheme, seed: int) -> list[int]:
     params, text, number = SamplingParams(temperature=TEMPERATURE, seed=seed), [*PROMPT], 0
     while len(text) < len(PROMPT) + 2:
         tree = served_tree(tuple(text), scheme, seed, number)
-        call = VerifyCall(Context.of("s", text, 0, len(PROMPT)), 1, number, tree, params, scheme)
+        call = VerifyCall(Context.of(ScopedId("s"), text, 0, len(PROMPT)), 1, number, tree, params, scheme)
         verdict = compute_verdict(call, text[:-1], lambda path, tokens=tree.tokens: TARGET[tokens[path[-1]]])
         text, number = [*text, *verdict.tokens_of(tree)], number + 1
     return text[len(PROMPT) :][:2]

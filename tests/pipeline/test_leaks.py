@@ -18,6 +18,7 @@ from pathlib import Path
 
 import redis.asyncio
 
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
@@ -98,7 +99,7 @@ async def test_abandoned_sessions_leave_nothing_behind(tmp_path: Path) -> None:
 async def every_slot_can_be_had(services: Stack) -> None:
     """As many sessions at once as the target says that it has room for: a slot that leaked would be missed."""
     sampling = SamplingParams(temperature=0.0)
-    contexts = [Context.of(f"probe {n}", [n], 0, 1) for n in range(services.target.info().max_sessions)]
+    contexts = [Context.of(ScopedId(f"probe {n}"), [n], 0, 1) for n in range(services.target.info().max_sessions)]
     assert 16 <= len(contexts) <= 64, "so few that hundreds of sessions must have shared them"
     calls = [VerifyCall(context, 1, 0, Tree.root(n), sampling) for n, context in enumerate(contexts)]
     await asyncio.gather(*(asyncio.wrap_future(services.target.verify(call)) for call in calls))

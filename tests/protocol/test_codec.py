@@ -24,6 +24,7 @@ from bough.protocol.codec_fields import growth_to_wire, read, to_fields
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Decision, DraftCalibration, Mode, RoundSeconds, RoundTimings
 from bough.protocol.generation import WorkerInfo
+from bough.protocol.ids import ScopedId
 from bough.protocol.sampling_params import BANNED, PositionLogprobs, SamplingParams, TokenLogprob
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
@@ -51,9 +52,11 @@ sampling_params = st.builds(
     stop_token_ids=st.frozensets(st.integers(0, VOCAB - 1), max_size=3),
     min_tokens=st.integers(0, 2**31),
 )
+id_parts = st.text(st.sampled_from(":%a/é") | st.characters(codec="utf-8"), max_size=8)
+ids = st.builds(ScopedId, id_parts, id_parts)
 contexts = st.builds(
     m.Context,
-    session_id=st.text(min_size=1, max_size=8),
+    session_id=ids.filter(bool),
     context_start=st.integers(0, 1000),
     prefix_hash=st.integers(0, 2**64 - 1),
     tokens=st.lists(st.integers(0, VOCAB - 1)).map(tuple),
@@ -90,6 +93,26 @@ SAMPLED = replace(
 )
 
 COST = CostCurve((1, 64), (0.5, 0.75), 8)
+
+
+@given(ids, ids)
+def test_an_id_is_read_from_its_text_and_no_two_ids_share_one(one: ScopedId, other: ScopedId) -> None:
+    """Names, and here even tenants, may contain what separates them in the text."""
+    assert ScopedId.parse(str(one)) == one
+    assert (str(one) == str(other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (ScopedId("chat", "acme"), "acme::chat"),
+        (ScopedId("chat"), "chat"),
+        (ScopedId("acme::chat"), "::acme::chat"),
+        (ScopedId("::chat", "acme"), "acme::::chat"),
+    ],
+)
+def test_logs_and_the_index_show_the_tenant_before_the_name(one: ScopedId, text: str) -> None:
+    assert str(one) == text
 
 
 @given(contexts, sampling_params, st.sampled_from([TREE, SAMPLED]), plans)
@@ -264,7 +287,7 @@ def test_a_tokenizer_is_sent_in_pieces_that_fit_a_message(data: bytes) -> None:
 
 
 def test_sizes_and_names_out_of_range_are_refused_by_name() -> None:
-    context = m.Context("s", 0, 0, (1,), 1)
+    context = m.Context(ScopedId("s"), 0, 0, (1,), 1)
     good = codec.grow_call_to_wire(m.GrowCall(context, 5, SamplingParams(), 0, TreePlan(BestFirst(8, 4, 2))))
     for field, value, message in (
         ("growth", BestFirst(0, 4, 2), r"growth\.budget: must be 1 to 8.* got 0"),
@@ -289,9 +312,10 @@ def test_sizes_and_names_out_of_range_are_refused_by_name() -> None:
             broken.growth.CopyFrom(growth_to_wire(value))
         with pytest.raises(InvalidRequest, match=message):
             codec.grow_call_from_wire(broken, VOCAB, 8)
-    good.context.session_id = ""
-    with pytest.raises(InvalidRequest, match=r"context\.session_id"):
-        codec.grow_call_from_wire(good, VOCAB, 8)
+    for nameless in ("", "acme::"):
+        good.context.session_id = nameless
+        with pytest.raises(InvalidRequest, match=r"context\.session_id"):
+            codec.grow_call_from_wire(good, VOCAB, 8)
 
 
 def test_generated_code_is_fresh(tmp_path: Path) -> None:

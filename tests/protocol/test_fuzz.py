@@ -24,6 +24,7 @@ from bough.client import Client
 from bough.pb import common_pb2, draft_pb2, generation_pb2, target_pb2
 from bough.protocol import codec
 from bough.protocol.generation import Finished, GenerateOptions, TokenPrompt, Tokens
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.rpc.services import TARGET, stub_of
@@ -275,7 +276,7 @@ async def check_step(channel: grpc.aio.Channel, step: Step, allowed: set[int]) -
 
 async def bonus_token(channel: grpc.aio.Channel, step: Step) -> int:
     """The verdict on a root."""
-    context = Context.of(step.session, TEXT[: step.length + 1], step.held, 1)
+    context = Context.of(ScopedId(step.session), TEXT[: step.length + 1], step.held, 1)
     call = VerifyCall(context, step.epoch, step.round, Tree.root(TEXT[step.length]), SamplingParams(temperature=0.0))
     request = codec.verify_call_to_wire(replace(call, max_length=step.max_length))
     request.context.prefix_hash ^= not step.is_right

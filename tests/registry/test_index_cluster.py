@@ -9,6 +9,7 @@ import pytest
 
 from bough.client import Client
 from bough.errors import Unavailable
+from bough.protocol.ids import ScopedId
 from bough.registry.registry import Quota, Registry
 from bough.tokenization.vocabulary import TokenizerFiles
 from tests.fakes.fleet import fleet
@@ -38,10 +39,10 @@ async def test_every_operation_from_every_node(nodes: list[Server]) -> None:
                     await operation(registry)
                 except Unavailable as exc:
                     raise AssertionError(name) from exc
-            claim = await registry.claim_session("s", "me")
+            claim = await registry.claim_session(ScopedId("s"), "me")
             written = replace(SESSION, epoch=claim.epoch)
             await registry.record_session(written, 0)
-            assert await registry.load_session("s") == written
+            assert await registry.load_session(ScopedId("s")) == written
             assert registry.safe_url.startswith("redis+cluster://")
 
 
@@ -50,9 +51,9 @@ async def test_a_namespace_is_one_slot_and_so_is_its_quota(nodes: list[Server]) 
         registry = Registry(url(nodes[0]), namespace, quota=Quota(max_records=3))
         await registry.wait()
         for number in range(6):
-            await registry.record_session(replace(SESSION, session_id=f"s{number}", epoch=2**51), 0)
-            await registry.record_request(replace(REQUEST, request_id=f"r{number}", epoch=2**51), 0)
-        found = [number for number in range(6) if await registry.load_session(f"s{number}") is not None]
+            await registry.record_session(replace(SESSION, session_id=ScopedId(f"s{number}"), epoch=2**51), 0)
+            await registry.record_request(replace(REQUEST, request_id=ScopedId(f"r{number}"), epoch=2**51), 0)
+        found = [number for number in range(6) if await registry.load_session(ScopedId(f"s{number}")) is not None]
         assert len(found) == 3
         raw = registry._index.redis
         slots = {raw.keyslot(key) for key in await raw.keys(f"{{{namespace}}}:*", target_nodes="primaries")}
@@ -87,10 +88,10 @@ async def test_requests_are_served_and_recorded(nodes: list[Server], byte_tokeni
             seen = await read(one, kept)
             assert seen.token_ids == expected(fakes)
             assert seen.end.warnings == ()
-            session = await fakes.registry.load_session("s")
+            session = await fakes.registry.load_session(ScopedId("s"))
             assert session is not None
             assert len(session.tokens) == seen.started.prompt_tokens + 60
             again = await read(other, replace(kept, request_id="again"))
             assert again.end.usage.cached_tokens > 0
             await other.close_session("s")
-            assert await fakes.registry.load_session("s") is None
+            assert await fakes.registry.load_session(ScopedId("s")) is None

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.errors import ConfigError, InvalidRequest, Unavailable
+from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import block_hashes
 from bough.protocol.sampling_params import BANNED, SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord, WorkerLoad, WorkerRecord, pack_tokens
@@ -25,9 +26,15 @@ from tests.fakes.index_server import SERVERS, Server, connected, make_certificat
 
 pytestmark = pytest.mark.slow  # running services are called
 WORKER = WorkerRecord("target", "t1", "127.0.0.1:9", WorkerLoad(1000, 300))
-SESSION = SessionRecord("s", "t1", "d1", 5, 2, 2, (1, 2, 3))
+SESSION = SessionRecord(ScopedId("s"), "t1", "d1", 5, 2, 2, (1, 2, 3))
 REQUEST = RequestRecord(
-    "r", "s", 5, 2, (1, 2, 3), SamplingParams(logit_bias={3: 1.0, 4: BANNED}), StopConditions(9, ("x",))
+    ScopedId("r"),
+    ScopedId("s"),
+    5,
+    2,
+    (1, 2, 3),
+    SamplingParams(logit_bias={3: 1.0, 4: BANNED}),
+    StopConditions(9, ("x",)),
 )
 HASHES = block_hashes(range(64))
 SECONDS = 30.0  # "within seconds": six, and time for a busy machine
@@ -36,15 +43,15 @@ OPERATIONS: dict[str, Callable[[Registry], Awaitable[Any]]] = {
     "register": lambda registry: registry.register(WORKER, lease_seconds=60),
     "workers": lambda registry: registry.workers(),
     "sweep": lambda registry: registry.sweep_expired(),
-    "claim": lambda registry: registry.claim_session("s", "me"),
-    "load": lambda registry: registry.load_session("s"),
-    "load request": lambda registry: registry.load_request("r"),
+    "claim": lambda registry: registry.claim_session(ScopedId("s"), "me"),
+    "load": lambda registry: registry.load_session(ScopedId("s")),
+    "load request": lambda registry: registry.load_request(ScopedId("r")),
     "find": lambda registry: registry.find_prefixes("m", HASHES, ["t1"]),
     "note": lambda registry: registry.note_prefixes("m", HASHES, "t1"),
     "record": lambda registry: registry.record_session(replace(SESSION, epoch=2**52), 1),
     "record request": lambda registry: registry.record_request(replace(REQUEST, epoch=2**52), 1),
-    "drop": lambda registry: registry.drop_session("s", 2**51),
-    "close": lambda registry: registry.close_session("s"),
+    "drop": lambda registry: registry.drop_session(ScopedId("s"), 2**51),
+    "close": lambda registry: registry.close_session(ScopedId("s")),
     "deregister": lambda registry: registry.deregister("t1"),
 }
 
@@ -79,7 +86,7 @@ async def test_a_hung_index_is_unavailable_within_seconds_and_back_when_it_goes_
             await assert_unavailable_soon(registry)
             server.process.send_signal(signal.SIGCONT)
             await registry.wait()
-            await registry.record_session(replace(SESSION, session_id="afterwards"), 0)
+            await registry.record_session(replace(SESSION, session_id=ScopedId("afterwards")), 0)
 
 
 @asynccontextmanager
@@ -182,9 +189,9 @@ async def _check_foreign_values(
             await raw.execute_command(command, key, *data)
         for name in order:
             await OPERATIONS[name](registry)
-        written = replace(SESSION, epoch=(await registry.claim_session("s", "me")).epoch)
+        written = replace(SESSION, epoch=(await registry.claim_session(ScopedId("s"), "me")).epoch)
         await registry.record_session(written, 0)
-        assert await registry.load_session("s") == written
+        assert await registry.load_session(ScopedId("s")) == written
         await registry.register(WORKER, lease_seconds=60)
         assert WORKER in await registry.workers()
         await registry.note_prefixes("m", HASHES, "t1")
@@ -200,15 +207,21 @@ async def test_truncated_and_altered_transcripts_are_nothing_known(server: Serve
         for data in (b"", b"\1", pack_tokens((1, 2)), pack_tokens((1, 2, 4)), pack_tokens((1, 2, 3, 4)), b"\xff" * 12):
             for kind in ("session", "request"):
                 await registry._index.redis.set(f"{{bough}}:{kind}-tokens:{kind[0]}", data)
-            assert await registry.load_session("s") is None
-            assert await registry.load_request("r") is None
+            assert await registry.load_session(ScopedId("s")) is None
+            assert await registry.load_request(ScopedId("r")) is None
         await registry._index.redis.flushall()
 
 
 RECORDS: dict[str, tuple[str, Callable[[bytes], Any]]] = {
     "worker": (WORKER.to_json(), WorkerRecord.from_json),
-    "session": (SESSION.to_json(), lambda data: SessionRecord.from_json("s", data, pack_tokens(SESSION.tokens))),
-    "request": (REQUEST.to_json(), lambda data: RequestRecord.from_json("r", data, pack_tokens(REQUEST.tokens))),
+    "session": (
+        SESSION.to_json(),
+        lambda data: SessionRecord.from_json(ScopedId("s"), data, pack_tokens(SESSION.tokens)),
+    ),
+    "request": (
+        REQUEST.to_json(),
+        lambda data: RequestRecord.from_json(ScopedId("r"), data, pack_tokens(REQUEST.tokens)),
+    ),
 }
 
 
@@ -244,8 +257,8 @@ async def test_password_and_number_of_the_database_by_url(name: str, tmp_path: P
         url = f"redis://:se%2Fcr%3At%40@127.0.0.1:{server.port}"
         async with connected(f"{url}/3") as registry, connected(f"{url}/4") as elsewhere:
             await registry.record_session(SESSION, 0)
-            assert await registry.load_session("s") == SESSION
-            assert await elsewhere.load_session("s") is None
+            assert await registry.load_session(ScopedId("s")) == SESSION
+            assert await elsewhere.load_session(ScopedId("s")) is None
             assert "cr" not in registry.safe_url
         for wrong in (server.url, f"redis://:other@127.0.0.1:{server.port}", f"{url}/99"):
             registry = Registry(wrong)
@@ -276,7 +289,7 @@ async def _check_tls(port: int, certificate: Path) -> None:
     url = f"rediss://:secret@127.0.0.1:{port}/1"
     async with connected(f"{url}?ssl_ca_certs={certificate}") as registry:
         await registry.record_session(SESSION, 0)
-        assert await registry.load_session("s") == SESSION
+        assert await registry.load_session(ScopedId("s")) == SESSION
     with pytest.raises(ConfigError, match=r"^index_url: ssl_ca_certs must be a PEM file that can be read$"):
         Registry(f"{url}?ssl_ca_certs={certificate}.missing")
     for wrong in (url, url.replace("rediss", "redis")):
@@ -292,11 +305,11 @@ async def test_a_text_that_no_index_could_hold_is_refused_and_disturbs_nobody(se
     half = "\ud800"
     async with connected(server.url) as registry:
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
-            "session_id": lambda: registry.load_session(half),
-            "request_id": lambda: registry.load_request(half),
+            "session_id": lambda: registry.load_session(ScopedId(half)),
+            "request_id": lambda: registry.load_request(ScopedId(half)),
             "worker_id": lambda: registry.deregister(half),
             "model_fingerprint": lambda: registry.note_prefixes(half, [1], "t1"),
-            "holder_id": lambda: registry.claim_session("s", half),
+            "holder_id": lambda: registry.claim_session(ScopedId("s"), half),
         }
         connection = await registry._index.redis.client_id()
         with pytest.raises(InvalidRequest, match="must be UTF-8, got"):

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.errors import StaleEpoch, Unavailable
+from bough.protocol.ids import ScopedId
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry.records import MAX_EPOCH, RequestRecord, SessionRecord, WorkerRecord
 from bough.registry.registry import Quota, Registry
 from tests.fakes.index_server import Server, served
 
-SESSION = SessionRecord("s", "t1", "d1", 5, 2, 2, (1, 2, 3))
-REQUEST = RequestRecord("r", "s", 5, 2, (1, 2, 3), SamplingParams(), StopConditions())
+SESSION = SessionRecord(ScopedId("s"), "t1", "d1", 5, 2, 2, (1, 2, 3))
+REQUEST = RequestRecord(ScopedId("r"), ScopedId("s"), 5, 2, (1, 2, 3), SamplingParams(), StopConditions())
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +41,11 @@ async def flushed(server: Server, quota: Quota, session_seconds: float = 3600.0)
 
 
 async def known(registry: Registry, *names: str) -> list[str]:
-    return [name for name in names if await registry.load_session(name) is not None]
+    return [name for name in names if await registry.load_session(ScopedId(name)) is not None]
 
 
 async def record(registry: Registry, name: str, num_tokens: int = 3) -> None:
-    await registry.record_session(replace(SESSION, session_id=name, tokens=(7,) * num_tokens), 0)
+    await registry.record_session(replace(SESSION, session_id=ScopedId(name), tokens=(7,) * num_tokens), 0)
     await asyncio.sleep(0.005)  # ends are told apart by milliseconds
 
 
@@ -55,8 +56,8 @@ async def test_of_too_many_sessions_those_unused_for_longest_go(server: Server) 
         await record(registry, "a", 4)  # used again
         await record(registry, "e")
         assert await known(registry, *"abcde") == ["a", "c", "d", "e"]
-        await registry.claim_session("c", "me")  # which is a use too
-        await registry.claim_session("new", "me")
+        await registry.claim_session(ScopedId("c"), "me")  # which is a use too
+        await registry.claim_session(ScopedId("new"), "me")
         assert await known(registry, *"abcde") == ["a", "c", "e"]
 
 
@@ -81,10 +82,10 @@ async def test_requests_have_a_quota_of_their_own_and_those_that_have_ended_go_f
         await record(registry, "kept")
         for name in ("running", "ended", "runs too", "one more", "and one"):
             ended = "stop" if name == "ended" else ""
-            await registry.record_request(replace(REQUEST, request_id=name, finish_reason=ended), 0)
+            await registry.record_request(replace(REQUEST, request_id=ScopedId(name), finish_reason=ended), 0)
             await asyncio.sleep(0.005)
         names = ("running", "ended", "runs too", "one more", "and one")
-        found = [name for name in names if await registry.load_request(name) is not None]
+        found = [name for name in names if await registry.load_request(ScopedId(name)) is not None]
         assert found == ["runs too", "one more", "and one"]
         assert await known(registry, "kept") == ["kept"]
 
@@ -124,11 +125,11 @@ async def test_values_longer_than_any_of_ours_are_forgotten_before_anybody_reads
                 await redis.setrange(f"{{bough}}:{name}", 2**26, b"xx")
             else:
                 await redis.hset(f"{{bough}}:{name}", "record", b"x" * (2**22 + 1))
-        assert await registry.load_session("a") is None
+        assert await registry.load_session(ScopedId("a")) is None
         assert await redis.hexists("{bough}:session:a", "epoch"), "who claimed it may not be forgotten"
         for name in ("b", "c"):
-            assert (await registry.claim_session(name, "me")).record is None
-            await registry.record_session(replace(SESSION, session_id=name, epoch=MAX_EPOCH - 1), 0)
+            assert (await registry.claim_session(ScopedId(name), "me")).record is None
+            await registry.record_session(replace(SESSION, session_id=ScopedId(name), epoch=MAX_EPOCH - 1), 0)
         assert await known(registry, "kept", *"abc") == ["kept", "b", "c"], "and nobody made room for it"
         await registry.register(WorkerRecord("target", "t", "h:1"), 60)
         await registry.register(WorkerRecord("target", "huge", "h:1"), 60)
@@ -157,13 +158,15 @@ async def _check_quota(server: Server, operations: list[tuple[str, int, int]]) -
         for operation, number, size in operations:
             name, epoch = f"s{number}", epoch + 1
             if operation == "record":
-                await registry.record_session(replace(SESSION, session_id=name, epoch=epoch, tokens=(1,) * size), 0)
+                await registry.record_session(
+                    replace(SESSION, session_id=ScopedId(name), epoch=epoch, tokens=(1,) * size), 0
+                )
             elif operation == "claim":
-                epoch = max(epoch, (await registry.claim_session(name, "me")).epoch)
+                epoch = max(epoch, (await registry.claim_session(ScopedId(name), "me")).epoch)
             elif operation == "drop":
-                await registry.drop_session(name, epoch)
+                await registry.drop_session(ScopedId(name), epoch)
             else:
-                closed = await registry.close_session(name)
+                closed = await registry.close_session(ScopedId(name))
                 epoch = max(epoch, closed.epoch if closed else 0)
             hashes = {key.removeprefix(b"{bough}:session:") for key in await raw.keys("{bough}:session:*")}
             sizes = {name: int(size) for name, size in (await raw.hgetall("{bough}:sessions:bytes")).items()}
@@ -178,9 +181,9 @@ async def _check_quota(server: Server, operations: list[tuple[str, int, int]]) -
 async def test_a_session_that_was_closed_stays_closed_where_the_index_is_full(server: Server) -> None:
     """Its epoch ends sooner than others' records; were it the first to go, its old holder could write it again."""
     async with flushed(server, Quota(max_records=8)) as registry:
-        claim = await registry.claim_session("closed", "me")
-        await registry.close_session("closed")
+        claim = await registry.claim_session(ScopedId("closed"), "me")
+        await registry.close_session(ScopedId("closed"))
         for number in range(20):
             await record(registry, f"s{number}")
         with pytest.raises(StaleEpoch):
-            await registry.record_session(replace(SESSION, session_id="closed", epoch=claim.epoch), 0)
+            await registry.record_session(replace(SESSION, session_id=ScopedId("closed"), epoch=claim.epoch), 0)

@@ -12,6 +12,7 @@ import pytest
 from bough.client import Client
 from bough.errors import Unavailable
 from bough.protocol.generation import Resume
+from bough.protocol.ids import ScopedId
 from bough.registry import connection
 from bough.registry.registry import Registry
 from tests.fakes.fleet import Fleet
@@ -76,16 +77,20 @@ async def test_after_one_call_without_an_answer_others_fail_at_once(index_url: s
         state.swallows = True
         async with asyncio.timeout(60):
             with pytest.raises(Unavailable, match="does not answer"):
-                await registry.load_session("s")
+                await registry.load_session(ScopedId("s"))
             swallowed = state.swallowed
-            for call in (registry.load_request("r"), registry.claim_session("s", "me"), registry.sweep_expired()):
+            for call in (
+                registry.load_request(ScopedId("r")),
+                registry.claim_session(ScopedId("s"), "me"),
+                registry.sweep_expired(),
+            ):
                 with pytest.raises(Unavailable, match="does not answer: it was silent a moment ago"):
                     await call
         assert state.swallowed == swallowed > 0
         state.swallows = False
         async with asyncio.timeout(60):
             await registry.workers()  # a look at it finds that it is back
-            assert await registry.load_session("nobody's") is None
+            assert await registry.load_session(ScopedId("nobody's")) is None
 
 
 @pytest.mark.parametrize("is_resumed", [False, True], ids=["named", "resumed"])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.errors import StaleEpoch, Unavailable
+from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import block_hashes
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry import registry as registry_module
@@ -22,8 +23,8 @@ from tests.fakes.index_server import SERVERS, Server, connected, served
 from tests.fakes.waiting import until
 
 WORKER = WorkerRecord("draft", "draft-1", "127.0.0.1:9", WorkerLoad(1000, 300))
-SESSION = SessionRecord("s", "t1", "d1", 5, 2, 2, (1, 2, 3))
-REQUEST = RequestRecord("r", "s", 5, 2, (1, 2, 3), SamplingParams(), StopConditions())
+SESSION = SessionRecord(ScopedId("s"), "t1", "d1", 5, 2, 2, (1, 2, 3))
+REQUEST = RequestRecord(ScopedId("r"), ScopedId("s"), 5, 2, (1, 2, 3), SamplingParams(), StopConditions())
 
 
 @pytest.fixture(params=SERVERS, scope="module")
@@ -94,16 +95,16 @@ async def test_workers_come_back_after_the_index_lost_everything(registry: Regis
 
 
 async def test_sessions_are_written_piece_by_piece_and_twice_without_harm(registry: Registry) -> None:
-    assert await registry.load_session("s") is None
+    assert await registry.load_session(ScopedId("s")) is None
     second = replace(SESSION, draft_id="", target_length=4, tokens=(1, 2, 3, 70_000, 5))
     for record, start in ((SESSION, 0), (second, 3), (second, 3), (second, 5)):
         await registry.record_session(record, start)
-        assert await registry.load_session("s") == record
-    shorter = SessionRecord("s", "t2", "d1", 6, 1, 1, (1, 9))
+        assert await registry.load_session(ScopedId("s")) == record
+    shorter = SessionRecord(ScopedId("s"), "t2", "d1", 6, 1, 1, (1, 9))
     await registry.record_session(shorter, 0)
-    assert await registry.load_session("s") == shorter
-    await registry.drop_session("s", 6)
-    assert await registry.load_session("s") is None
+    assert await registry.load_session(ScopedId("s")) == shorter
+    await registry.drop_session(ScopedId("s"), 6)
+    assert await registry.load_session(ScopedId("s")) is None
 
 
 async def test_a_write_that_a_later_one_has_overtaken_changes_nothing(registry: Registry) -> None:
@@ -111,71 +112,71 @@ async def test_a_write_that_a_later_one_has_overtaken_changes_nothing(registry: 
     later = replace(SESSION, tokens=(1, 2, 3, 4))
     await registry.record_session(later, 0)
     await registry.record_session(SESSION, 0)
-    assert await registry.load_session("s") == later
+    assert await registry.load_session(ScopedId("s")) == later
     ended = replace(REQUEST, finish_reason="stop")
     await registry.record_request(ended, 0)
     await registry.record_request(REQUEST, 0)
-    assert await registry.load_request("r") == ended
+    assert await registry.load_request(ScopedId("r")) == ended
 
 
 async def test_a_flushed_or_foreign_transcript_is_sent_whole(registry: Registry) -> None:
     longer = replace(SESSION, tokens=(1, 2, 3, 4))
     await registry.record_session(longer, 3)  # there was nothing
-    assert await registry.load_session("s") == longer
+    assert await registry.load_session(ScopedId("s")) == longer
     other = replace(SESSION, epoch=6, tokens=(7, 8, 9, 10, 11))
     await registry.record_session(other, 3)  # there were three, of another epoch
-    assert await registry.load_session("s") == other
+    assert await registry.load_session(ScopedId("s")) == other
     await registry._index.redis.delete("{bough}:session-tokens:s")
-    assert await registry.load_session("s") is None
+    assert await registry.load_session(ScopedId("s")) is None
     await registry.record_session(other, 5)
-    assert await registry.load_session("s") == other
+    assert await registry.load_session(ScopedId("s")) == other
 
 
 async def test_claims_grow_and_fence(registry: Registry) -> None:
-    first = await registry.claim_session("s", "a")
+    first = await registry.claim_session(ScopedId("s"), "a")
     assert first.record is None
     assert first.epoch > 1_700_000_000_000_000, "microseconds of the server's clock"
     mine = replace(SESSION, epoch=first.epoch)
     await registry.record_session(mine, 0)
-    second = await registry.claim_session("s", "b")
+    second = await registry.claim_session(ScopedId("s"), "b")
     assert second.epoch > first.epoch
     assert second.record == mine
-    for refused in (registry.record_session(mine, 3), registry.drop_session("s", first.epoch)):
+    for refused in (registry.record_session(mine, 3), registry.drop_session(ScopedId("s"), first.epoch)):
         with pytest.raises(StaleEpoch, match="session s"):
             await refused
-    assert await registry.load_session("s") == mine
+    assert await registry.load_session(ScopedId("s")) == mine
     await registry.record_session(replace(mine, epoch=second.epoch + 10), 0)  # by a clock that is ahead of the server's
-    assert (await registry.claim_session("s", "c")).epoch > second.epoch + 10
-    await registry.close_session("s")
-    assert (await registry.claim_session("s", "d")).record is None
+    assert (await registry.claim_session(ScopedId("s"), "c")).epoch > second.epoch + 10
+    await registry.close_session(ScopedId("s"))
+    assert (await registry.claim_session(ScopedId("s"), "d")).record is None
 
 
 async def test_a_claim_that_follows_another_is_refused_where_somebody_came_between(registry: Registry) -> None:
-    mine = (await registry.claim_session("s", "a")).epoch
-    again = (await registry.claim_session("s", "a", mine)).epoch
+    mine = (await registry.claim_session(ScopedId("s"), "a")).epoch
+    again = (await registry.claim_session(ScopedId("s"), "a", mine)).epoch
     assert again > mine
     with pytest.raises(StaleEpoch, match="session s"):
-        await registry.claim_session("s", "a", mine)
+        await registry.claim_session(ScopedId("s"), "a", mine)
     await flush(registry)
-    assert (await registry.claim_session("s", "a", again)).epoch > again
+    assert (await registry.claim_session(ScopedId("s"), "a", again)).epoch > again
 
 
 async def test_a_claim_whose_answer_was_lost_is_answered_as_before(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the client's second try would find the session taken, by its first."""
-    before = (await registry.claim_session("s", "a")).epoch
+    before = (await registry.claim_session(ScopedId("s"), "a")).epoch
     monkeypatch.setattr("secrets.token_hex", lambda _: "same")
-    first = await registry.claim_session("s", "a", before)
-    assert await registry.claim_session("s", "a", before) == first
+    first = await registry.claim_session(ScopedId("s"), "a", before)
+    assert await registry.claim_session(ScopedId("s"), "a", before) == first
     await registry.record_session(replace(SESSION, epoch=first.epoch), 0)
-    assert (await registry.claim_session("s", "a")).epoch == first.epoch
+    assert (await registry.claim_session(ScopedId("s"), "a")).epoch == first.epoch
     await registry.record_session(replace(SESSION, epoch=first.epoch + 1), 0)
-    assert (await registry.claim_session("s", "a")).epoch > first.epoch + 1, "that epoch is somebody else's"
+    assert (await registry.claim_session(ScopedId("s"), "a")).epoch > first.epoch + 1, "that epoch is somebody else's"
 
 
 async def test_of_many_who_claim_at_once_one_is_left(registry: Registry) -> None:
-    claims = await asyncio.gather(*(registry.claim_session("s", f"holder {i}") for i in range(100)))
+    claims = await asyncio.gather(*(registry.claim_session(ScopedId("s"), f"holder {i}") for i in range(100)))
     epochs = [claim.epoch for claim in claims]
     assert len(set(epochs)) == 100
     results = await asyncio.gather(
@@ -208,7 +209,7 @@ async def _check_two_holders(server: Server, steps: list[tuple[str, int, int]]) 
         for step, holder, number in steps:
             epoch = epochs[holder]
             if step == "claim":
-                claim = await registry.claim_session("s", str(holder))
+                claim = await registry.claim_session(ScopedId("s"), str(holder))
                 assert claim.record == held
                 assert claim.epoch > granted
                 epochs[holder] = granted = claim.epoch
@@ -216,12 +217,14 @@ async def _check_two_holders(server: Server, steps: list[tuple[str, int, int]]) 
                 await flush(registry)
                 granted, held = 0, None
             elif step == "drop" and granted <= epoch:
-                await registry.drop_session("s", epoch)
+                await registry.drop_session(ScopedId("s"), epoch)
                 granted, held = epoch + 1 if granted else 0, None  # what was there cannot be written any more
             elif step in ("record", "late"):
                 if step == "record" or not written:
                     length = 1 + sum(record.epoch == epoch for record in written)
-                    written.append(SessionRecord("s", f"t{holder}", "", epoch, 0, 0, (epoch % 1000,) * length))
+                    written.append(
+                        SessionRecord(ScopedId("s"), f"t{holder}", "", epoch, 0, 0, (epoch % 1000,) * length)
+                    )
                     record = written[-1]
                 else:
                     record = written[number % len(written)]
@@ -234,18 +237,18 @@ async def _check_two_holders(server: Server, steps: list[tuple[str, int, int]]) 
                 granted = max(granted, record.epoch)
                 if held is None or held.epoch != record.epoch or len(held.tokens) <= len(record.tokens):
                     held = record
-            assert await registry.load_session("s") == held
+            assert await registry.load_session(ScopedId("s")) == held
 
 
 async def test_requests_keep_all_that_is_needed_to_go_on(registry: Registry) -> None:
-    assert await registry.load_request("r") is None
+    assert await registry.load_request(ScopedId("r")) is None
     sampling = SamplingParams(0.7, 3, 0.9, 0.1, 2**64 - 1, 1.1, 0.5, -0.5, {7: -1.5, 0: 2.0}, 4, frozenset({261, 2}))
     running = replace(REQUEST, sampling=sampling, stops=StopConditions(77, ("\n\n", "ü")))
     await registry.record_request(running, 0)
-    assert await registry.load_request("r") == running
+    assert await registry.load_request(ScopedId("r")) == running
     ended = replace(running, tokens=(1, 2, 3, 4, 5), finish_reason="stop", stop_reason="ü")
     await registry.record_request(ended, 3)
-    assert await registry.load_request("r") == ended
+    assert await registry.load_request(ScopedId("r")) == ended
     await registry.record_request(replace(ended, epoch=6), 5)
     with pytest.raises(StaleEpoch):
         await registry.record_request(ended, 5)
@@ -350,16 +353,16 @@ async def test_a_sweep_removes_what_has_run_out_and_nothing_else(registry: Regis
 async def test_every_entry_ends_some_time(registry: Registry) -> None:
     await registry.register(WORKER, lease_seconds=60)
     await registry.note_prefixes("m", block_hashes(range(64)), WORKER.worker_id)
-    await registry.claim_session("claimed", "a")
+    await registry.claim_session(ScopedId("claimed"), "a")
     for name in ("recorded", "claimed again"):
-        await registry.record_session(replace(SESSION, session_id=name), 0)
-    await registry.claim_session("claimed again", "a")
+        await registry.record_session(replace(SESSION, session_id=ScopedId(name)), 0)
+    await registry.claim_session(ScopedId("claimed again"), "a")
     await registry.record_request(REQUEST, 0)
-    await registry.record_request(replace(REQUEST, request_id="ended", finish_reason="stop"), 0)
+    await registry.record_request(replace(REQUEST, request_id=ScopedId("ended"), finish_reason="stop"), 0)
     keys = await registry._index.redis.keys("*")
     assert len(keys) == 4 + 1 + 2 * 2 + 2 * 2 + 2 * 2  # workers, a claim, sessions, requests, ledgers
-    await registry.drop_session("recorded", SESSION.epoch)
-    await registry.close_session("claimed again")
+    await registry.drop_session(ScopedId("recorded"), SESSION.epoch)
+    await registry.close_session(ScopedId("claimed again"))
     for key in await registry._index.redis.keys("*"):
         assert 0 < await registry._index.redis.pttl(key) <= 24 * 3600 * 1000, key
 
@@ -369,14 +372,14 @@ async def test_namespaces_are_apart(registry: Registry, server: Server) -> None:
     await other.register(WORKER, lease_seconds=60)
     await other.record_session(SESSION, 0)
     assert await registry.workers() == []
-    assert await registry.load_session("s") is None
+    assert await registry.load_session(ScopedId("s")) is None
     await other.close()
 
 
 async def test_a_script_is_sent_again_after_the_server_forgot_it(registry: Registry) -> None:
     await registry.record_session(SESSION, 0)
     await registry._index.redis.script_flush()
-    assert await registry.load_session("s") == SESSION
+    assert await registry.load_session(ScopedId("s")) == SESSION
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -387,13 +390,13 @@ async def test_a_running_session_is_back_with_its_next_record_after_a_restart(na
             server.process.kill()
             server.process.wait()
             with pytest.raises(Unavailable, match=r"the index at redis://127\.0\.0\.1"):
-                await registry.load_session("s")
+                await registry.load_session(ScopedId("s"))
             with served(name, tmp_path, port=server.port):
                 await registry.wait()
-                assert await registry.load_session("s") is None
+                assert await registry.load_session(ScopedId("s")) is None
                 longer = replace(SESSION, tokens=(1, 2, 3, 4))
                 await registry.record_session(longer, 3)
-                assert await registry.load_session("s") == longer
+                assert await registry.load_session(ScopedId("s")) == longer
 
 
 async def test_a_call_can_be_cancelled_at_any_moment(registry: Registry) -> None:
@@ -413,7 +416,7 @@ async def test_a_call_can_be_cancelled_at_any_moment(registry: Registry) -> None
 
 def test_a_number_that_no_float_holds_makes_a_record_malformed() -> None:
     stored, tokens = REQUEST.to_json(), pack_tokens(REQUEST.tokens)
-    assert RequestRecord.from_json("r", stored.encode(), tokens) == REQUEST
+    assert RequestRecord.from_json(ScopedId("r"), stored.encode(), tokens) == REQUEST
     huge = json.loads(stored)
     huge["sampling"]["temperature"] = 10**400
-    assert RequestRecord.from_json("r", json.dumps(huge).encode(), tokens) is None
+    assert RequestRecord.from_json(ScopedId("r"), json.dumps(huge).encode(), tokens) is None

@@ -16,6 +16,7 @@ GAP_BYTES = 100_000_000  # of heaps, that nothing is in; bough's settings leave 
 SERVE = """
 import ctypes, json, random, sys
 from pathlib import Path
+from bough.protocol.ids import ScopedId
 from bough.config.processes import DraftConfig, parse
 from bough.trees.tree_plan import BestFirst, TreePlan
 from bough.protocol.messages import Context, GrowCall
@@ -38,12 +39,12 @@ def gap_bytes():
 def session(draft, numbers, nodes, depth, width, length):
     tokens, held, name = [numbers.randrange(1000, 40000) for _ in range(length)], 0, str(numbers.random())
     for round_ in range(4):
-        context = Context.of(name, tokens, held, length)
+        context = Context.of(ScopedId(name), tokens, held, length)
         plan = TreePlan(BestFirst(nodes, width, depth))
         call = GrowCall(context, tokens[-1], SamplingParams(temperature=0.0), context.base_length, plan)
         held = draft.grow(call).result().held_length
         tokens.append(numbers.randrange(1000, 40000))
-    draft.release(name).result()
+    draft.release(ScopedId(name)).result()
 
 async def main():
     from draft_worker.worker import DraftWorker

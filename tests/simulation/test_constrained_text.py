@@ -14,6 +14,7 @@ import pytest
 from bough.grammar.allowed_tokens import Grammars
 from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import Constraint
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, GrowCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.simulation.clock import SimulatedClock
@@ -129,7 +130,7 @@ def _share_of_first_guesses(pair: SimulatedPair, grammar: str) -> float:
         held = [*PROMPT, *output[:-1]]
         calls = [
             GrowCall(
-                Context.of(str(end), held[: end + 1], 0, len(PROMPT)),
+                Context.of(ScopedId(str(end)), held[: end + 1], 0, len(PROMPT)),
                 held[end],
                 params,
                 end,

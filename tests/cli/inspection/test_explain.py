@@ -24,6 +24,7 @@ from bough.processes.exit_with_parent import MODULE
 from bough.processes.launch import Cluster, Settings
 from bough.protocol.decision import Decision, Mode, RoundSeconds
 from bough.protocol.generation import GenerateOptions, Speculation, Started, TextPrompt
+from bough.protocol.ids import ScopedId
 from bough.sizing.account import account, why
 from bough.trees.tree_plan import Scheme, StaticShape
 from tests.conftest import pipeline
@@ -241,10 +242,10 @@ async def test_requests_are_remembered_by_name_for_a_while(fakes: Fleet, monkeyp
     for name in ("first", "second", "third"):
         options = GenerateOptions(request_id=name, max_tokens=3, temperature=0.0)
         assert [event async for event in requests.generate(TextPrompt("Once"), options)]
-    assert len(requests.decisions("third")) > 0
-    assert len(requests.decisions("second")) > 0
+    assert len(requests.decisions(ScopedId("third"))) > 0
+    assert len(requests.decisions(ScopedId("second"))) > 0
     with pytest.raises(NotFound, match=r"must be a session or request .*, got 'first'"):
-        requests.decisions("first")
+        requests.decisions(ScopedId("first"))
 
 
 @pytest.mark.pipeline

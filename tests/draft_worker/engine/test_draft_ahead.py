@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.model.batch.batch import Batch
+from bough.protocol.ids import ScopedId
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Guess, Scheme, StaticShape, TreePlan
@@ -118,7 +119,7 @@ def test_it_ends_after_its_steps_and_gives_way_to_calls() -> None:
     for _ in range(4):
         engine.step()
     assert other.result(0).timings.num_passes == len(model.rows_run) - num_passes == 4
-    engine.release("other")
+    engine.release(ScopedId("other"))
     go_ahead(engine)
     assert len(model.rows_run) == 4 + 6 + 4
     assert max(model.rows_run[4:]) <= 32

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bough.errors import InvalidRequest, NotFound, PrefixMissing, StaleEpoch, Unavailable
 from bough.model.batch.batch import Batch
 from bough.model.sampling.sampler import draw
+from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import common_length
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
@@ -232,12 +233,12 @@ def test_a_session_that_is_released_while_it_grows() -> None:
     engine = new_engine(FakeModel())
     future = started(engine, grow_call([3, 1, 4]))
     engine.step()
-    engine.release("s")
+    engine.release(ScopedId("s"))
     with pytest.raises(NotFound, match="'s' was released while its tree grew"):
         future.result(0)
     assert (engine.is_growing, len(engine.pool)) == (False, 0)
     with pytest.raises(NotFound, match="'s' has no slot here"):
-        engine.release("s")
+        engine.release(ScopedId("s"))
 
 
 def test_a_caller_that_is_gone_costs_no_more_steps_and_nothing_that_was_found_out_is_lost() -> None:
@@ -287,18 +288,18 @@ def test_a_release_of_an_older_epoch_comes_too_late() -> None:
     engine = new_engine(FakeModel())
     grow_now(engine, replace(grow_call([1, 2, 3], session_id="s"), epoch=7))
     with pytest.raises(StaleEpoch, match="epoch: must be at least 7, the session's, got 6"):
-        engine.release("s", 6)
+        engine.release(ScopedId("s"), 6)
     grow_now(engine, replace(grow_call([1, 2, 3], session_id="s"), epoch=5))
     with pytest.raises(StaleEpoch):
-        engine.release("s", 6)
-    assert "s" in engine.pool
-    engine.release("s", 7)
-    assert "s" not in engine.pool
+        engine.release(ScopedId("s"), 6)
+    assert ScopedId("s") in engine.pool
+    engine.release(ScopedId("s"), 7)
+    assert ScopedId("s") not in engine.pool
     grow_now(engine, replace(grow_call([1, 2, 3], session_id="s"), epoch=7))
-    engine.release("s")
-    assert "s" not in engine.pool, "who says nothing of epochs always releases"
+    engine.release(ScopedId("s"))
+    assert ScopedId("s") not in engine.pool, "who says nothing of epochs always releases"
     with pytest.raises(NotFound):
-        engine.release("s", 1)
+        engine.release(ScopedId("s"), 1)
 
 
 SHAPE, CHAINS = StaticShape((0, 0, 1, 1, 2)), StaticShape.chains(2, 3)

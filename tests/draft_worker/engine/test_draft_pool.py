@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from bough.config.processes import DraftConfig, parse
 from bough.errors import ConfigError, Exhausted, PrefixMissing, Unavailable
+from bough.protocol.ids import ScopedId
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SPARE_ROWS
@@ -61,10 +62,10 @@ def test_slots_are_as_large_as_calls_need_and_grow_with_them() -> None:
     for name in "abcdefg":
         grow_now(engine, grow_call([3, 1, 4], session_id=name))
     assert len(engine.pool) == 7
-    assert engine.pool.used_bytes("abcdefg") < 7 * 8 * (SPARE_ROWS + 20)
+    assert engine.pool.used_bytes({ScopedId(name) for name in "abcdefg"}) < 7 * 8 * (SPARE_ROWS + 20)
     long = grow_call([3, 1, 4, 2] * 300, session_id="a")
     assert grow_now(engine, long).tree == grown_alone_in(window, long)
-    assert engine.pool.used_bytes("a") > 8 * 1200
+    assert engine.pool.used_bytes({ScopedId("a")}) > 8 * 1200
     with pytest.raises(PrefixMissing):
         grow_now(engine, grow_call([3, 1, 4, 1], 3, session_id="b"))
     engine.pool.check_integrity()
@@ -94,7 +95,7 @@ def test_trees_are_those_grown_alone_whichever_session_is_evicted(calls: list[tu
         for _ in range(2):
             engine.step()
         if releases:
-            engine.release(f"s{who}")
+            engine.release(ScopedId(f"s{who}"))
         engine.pool.check_integrity()
     assert len(engine.pool) <= 5
 
@@ -172,6 +173,6 @@ def test_calls_to_a_stopped_draft_are_refused(tiny: Path) -> None:
     """Such a call once waited for its tree for ever."""
     with worker(tiny) as draft:
         pass
-    for late in (draft.grow(grow_call([3, 1, 4])), draft.release("a")):
+    for late in (draft.grow(grow_call([3, 1, 4])), draft.release(ScopedId("a"))):
         with pytest.raises(Unavailable, match="shut down"):
             late.result(5)

@@ -25,6 +25,7 @@ from bough.model.kv.session_kv import KVArena, KVSlot
 from bough.model.kv.state_shape import GROWN_ROWS
 from bough.model.running.runner import ResidentModel
 from bough.model.threads import compute_with
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import GrowResult
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree import Tree
@@ -150,7 +151,7 @@ def test_a_tree_begins_anew_where_known_nodes_leave_it_no_rows(model: ResidentMo
     for plan in (WIDE, TreePlan(chains)):
         tree = grow_now(engine, grow_call(tokens, plan=plan)).tree
         check(model, tokens, tree)
-        num_known.append(len(engine.pool._sessions["s"].explored))
+        num_known.append(len(engine.pool._sessions[ScopedId("s")].explored))
     assert num_known == [13, chains.max_expansions], "without those that only the first tree needed"
     tokens = after(tokens, tree, 2, inside(tree, 2))
     check(model, tokens, grow_now(engine, grow_call(tokens, plan=WIDE)).tree)
@@ -161,7 +162,7 @@ def test_what_has_not_failed_is_not_rolled_back_and_an_accepted_path_is_sent_onc
 ) -> None:
     engine = engine_of(model)
     grow_now(engine, grow_call(PROMPT[:9], plan=DEEP))
-    session, sent, tensor = engine.pool._sessions["s"], list[Any](), torch.tensor
+    session, sent, tensor = engine.pool._sessions[ScopedId("s")], list[Any](), torch.tensor
     slot = session.slot
     assert isinstance(slot, KVSlot)
     assert slot.states is not None
@@ -245,7 +246,7 @@ def test_a_session_that_gave_way_keeps_no_states_while_others_grow_and_it_has_ye
 ) -> None:
     engine = engine_of(model, most_slots=1, ahead_steps=9)
     grow_now(engine, grow_call(PROMPT[:9], session_id="a"))
-    slot = engine.pool._sessions["a"].slot
+    slot = engine.pool._sessions[ScopedId("a")].slot
     assert isinstance(slot, KVSlot)
     assert slot.states is not None
     assert engine.can_go_ahead
@@ -260,7 +261,7 @@ def test_a_text_longer_than_the_draft_sees_begins_anew(model: ResidentModel) -> 
     engine, tokens = engine_of(model, window=Window(40, 600, GROWN_ROWS)), PROMPT[:38]
     for _ in range(3):
         tree = grow_now(engine, grow_call(tokens)).tree
-        check(model, tokens, tree, start=engine.pool._sessions["s"].start)
+        check(model, tokens, tree, start=engine.pool._sessions[ScopedId("s")].start)
         tokens = after(tokens, tree, 2, 5)
 
 

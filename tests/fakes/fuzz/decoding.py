@@ -14,6 +14,7 @@ from bough.pb import draft_pb2, generation_pb2, target_pb2
 from bough.protocol import codec, codec_generation
 from bough.protocol.codec_fields import like
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt
+from bough.protocol.ids import ScopedId
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord, WorkerRecord
 from bough.rpc.server import decoded
@@ -70,8 +71,12 @@ def all_layers() -> list[Layer]:
     ]
     index = [
         Layer("worker record", _records(_WORKER), WorkerRecord.from_json),
-        Layer("session record", _records(_SESSION), lambda data: SessionRecord.from_json("s", data, _TRANSCRIPT)),
-        Layer("request record", _records(_REQUEST), lambda data: RequestRecord.from_json("r", data, _TRANSCRIPT)),
+        Layer(
+            "session record", _records(_SESSION), lambda data: SessionRecord.from_json(ScopedId("s"), data, _TRANSCRIPT)
+        ),
+        Layer(
+            "request record", _records(_REQUEST), lambda data: RequestRecord.from_json(ScopedId("r"), data, _TRANSCRIPT)
+        ),
     ]
     keys = [
         Layer("authorization", _header, lambda data: key_in([data])),
@@ -203,8 +208,10 @@ def _header(mutator: Mutator) -> bytes:
 
 _TOKENS = (5, 6, 7)
 _SAMPLED = SamplingParams(seed=3, stop_token_ids=frozenset({4}))
-_SESSION: Json = json.loads(SessionRecord("s", "target", "draft", 1, 2, 2, _TOKENS).to_json())
-_REQUEST: Json = json.loads(RequestRecord("r", "s", 1, 2, _TOKENS, _SAMPLED, StopConditions(4, ("x",))).to_json())
+_SESSION: Json = json.loads(SessionRecord(ScopedId("s"), "target", "draft", 1, 2, 2, _TOKENS).to_json())
+_REQUEST: Json = json.loads(
+    RequestRecord(ScopedId("r"), ScopedId("s"), 1, 2, _TOKENS, _SAMPLED, StopConditions(4, ("x",))).to_json()
+)
 _WORKER: Json = json.loads(WorkerRecord("target", "target-1", "127.0.0.1:1").to_json())
 _TRANSCRIPT = b"".join(token.to_bytes(4, "little") for token in _TOKENS)
 _KEY: Json = {"name": "alice", "sha256": "0" * 64, "expires": "2031-01-31T00:00:00Z", "requests": 4}

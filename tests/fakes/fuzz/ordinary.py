@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2
 
 from bough.pb import common_pb2, generation_pb2
 from bough.protocol import codec
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, GrowCall, GrowResult, Timings, Verdict, VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
@@ -18,7 +19,7 @@ Json = dict[str, Any]
 
 TREE = Tree.of([7, 8, 9, 10], [-1, 0, 0, 2], [0, -1, -2, -1])
 SAMPLING = SamplingParams(temperature=0.7, seed=3, logit_bias={5: 1.0}, logprobs=1, stop_token_ids=frozenset({4}))
-CONTEXT = Context.of("fuzzed", [1, 2, 3, 7], 0, 2)
+CONTEXT = Context.of(ScopedId("fuzzed"), [1, 2, 3, 7], 0, 2)
 
 VERIFY = codec.verify_call_to_wire(VerifyCall(CONTEXT, 1, 0, TREE, SAMPLING))
 GROW = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(BestFirst(8, 4, 3))))

@@ -32,6 +32,7 @@ from bough.model.architecture.light_imports import import_transformers
 
 import_transformers()  # as a target worker does
 from bough.config.processes import TargetConfig, parse
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
@@ -50,7 +51,7 @@ def measured(flags):
     read_at_start = bytes_read() - read_before
     tokens = list(range(100, 400))
     tree = Tree.of([7] + list(range(1000, 1127)), [-1] + list(range(127)), [0.0] * 128)
-    call = VerifyCall(Context.of("s", [*tokens, 7], 0, 301), 1, 0, tree, SamplingParams(temperature=0.0))
+    call = VerifyCall(Context.of(ScopedId("s"), [*tokens, 7], 0, 301), 1, 0, tree, SamplingParams(temperature=0.0))
     worker.verify(call).result()
     result = {"peak": status("VmHWM"), "before": before, "read_at_start": read_at_start}
     result["link_bytes"] = worker.info().link_bytes_per_pass

@@ -14,6 +14,7 @@ import pytest
 from bough.errors import DeadlineExceeded, Exhausted, Unavailable
 from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import PromptLogprobs, Started, Tokens
+from bough.protocol.ids import ScopedId
 from bough.security.keys import ApiKey
 from orchestrator.admission.active_streams import Stream
 from orchestrator.admission.admission import LONGEST_RETRY_SECONDS, SHORTEST_RETRY_SECONDS, Admission, Hold
@@ -294,15 +295,15 @@ async def test_work_ends_at_the_deadline_in_the_middle_of_a_wait() -> None:
         return 1
 
     with pytest.raises(DeadlineExceeded, match=r"deadline: the caller's deadline .* has passed"):
-        await Stream("r", "", deadline=Deadline.of(1.0, 0.0)).before_end(work())
+        await Stream(ScopedId("r"), ScopedId(), deadline=Deadline.of(1.0, 0.0)).before_end(work())
     assert ends == ["closed"]
     may_go_on.set()
-    assert await Stream("r", "", deadline=Deadline.of(60.0, 0.0)).before_end(work()) == 1
+    assert await Stream(ScopedId("r"), ScopedId(), deadline=Deadline.of(60.0, 0.0)).before_end(work()) == 1
 
 
 async def test_a_stream_whose_deadline_has_just_fired_can_be_ended() -> None:
     """Its timeout, which is the deadline's, cannot be moved any more; others were not ended after that error."""
-    stream, errors = Stream("r", "", deadline=Deadline.of(0.02, 0.0)), list[Exception]()
+    stream, errors = Stream(ScopedId("r"), ScopedId(), deadline=Deadline.of(0.02, 0.0)), list[Exception]()
 
     def end() -> None:
         try:
@@ -434,8 +435,8 @@ async def test_a_session_in_which_a_request_begins_while_another_is_closed_is_le
     usage, key = TenantUsage(), ApiKey("alice", "0" * 64, sessions=1)
     running, closed = ExitStack(), list[str]()
 
-    async def close_session(name: str) -> None:
-        closed.append(name)
+    async def close_session(session_id: ScopedId) -> None:
+        closed.append(session_id)
         if len(closed) == 1:
             running.enter_context(usage.request(key, "b"))
 
@@ -445,4 +446,4 @@ async def test_a_session_in_which_a_request_begins_while_another_is_closed_is_le
     requests = SimpleNamespace(directory=SimpleNamespace(index_problem=""), close_session=close_session)
     with running:
         await Tenant(requests, usage, key)._close_surplus()
-    assert closed == ["alice::a"]
+    assert closed == [ScopedId("a", "alice")]

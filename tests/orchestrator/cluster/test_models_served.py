@@ -11,6 +11,7 @@ import pytest
 from bough.client import Client
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions, Resume, TextPrompt
+from bough.protocol.ids import ScopedId
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import Fleet, Process
 from tests.fakes.streams import OPTIONS, expected, kill_the_one_that_gets, read
@@ -107,7 +108,7 @@ async def test_a_request_that_breaks_off_does_not_go_on_with_another_model(fakes
     async with Client(process.address, patience_seconds=0.5) as client:
         with pytest.raises(Unavailable, match="no target with this model could be used"):
             await asyncio.wait_for(read(client, options), 30)
-        await until(lambda: fakes.registry.load_request("r"))  # the index hears of it behind the stream's back
+        await until(lambda: fakes.registry.load_request(ScopedId("r")))  # the index gets it in the background
         # Held until the target's pause is over, after which it is tried once more; or refused before that.
         with pytest.raises(Unavailable, match=r"no target (that gives the same tokens|with this model could be used)"):
             await read(client, replace(options, model="", resume=Resume(0)))

@@ -127,7 +127,7 @@ async def test_who_waits_for_room_is_served_in_order_and_sends_its_context_once(
 
     async def note(call: VerifyCall) -> None:
         if call.round == 0 and call.context.tokens:
-            sent.append(call.context.session_id)
+            sent.append(call.context.session_id.name)
 
     target.before = note
     async with Client(process.address) as client:

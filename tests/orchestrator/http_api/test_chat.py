@@ -9,6 +9,7 @@ import pytest
 
 from bough.client import Client
 from bough.protocol.generation import ChatPrompt, Finished, GenerateOptions, Message, Tokens
+from bough.protocol.ids import ScopedId
 from tests.fakes.http_stack import HttpStack, Json
 
 PATH = "/v1/chat/completions"
@@ -185,7 +186,7 @@ async def test_a_session_is_kept_by_its_header_or_its_field(door: HttpStack, way
     messages += [first["choices"][0]["message"], {"role": "user", "content": "And now?"}]
     second = (await door.post(PATH, body | {"messages": messages}, **ways)).json()
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] // 2
-    assert await door.stack.registry.load_session(name) is not None
+    assert await door.stack.registry.load_session(ScopedId(name)) is not None
 
 
 async def test_answers_carry_the_client_s_request_id_or_one_of_their_own(door: HttpStack, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from bough.client import Client
 from bough.errors import ConfigError
 from bough.pb import generation_pb2 as pb
+from bough.protocol.ids import ScopedId
 from bough.rpc.server import open_channel
 from bough.rpc.services import GENERATION, stub_of
 from bough.security import tls
@@ -100,7 +101,7 @@ async def test_an_error_half_way_is_an_event_of_the_stream(door: HttpStack) -> N
             if line:
                 events.append(line)
             if line and len(events) == 3:
-                await door.stack.requests.close_session("closed half-way")
+                await door.stack.requests.close_session(ScopedId("closed half-way"))
     assert events[-1] == "data: [DONE]"
     error = json.loads(events[-2].removeprefix("data: "))["error"]
     assert (error["param"], error["code"]) == ("session_id", "session_moved")
@@ -129,7 +130,7 @@ async def test_an_aborted_request_ends_as_such(door: HttpStack) -> None:
             if line.startswith("data: {"):
                 chunk = json.loads(line.removeprefix("data: "))
                 if not reasons:
-                    door.stack.requests.abort(chunk["id"])
+                    door.stack.requests.abort(ScopedId(chunk["id"]))
                 reasons += [choice["finish_reason"] for choice in chunk["choices"]]
     assert reasons[-1] == "abort"
 

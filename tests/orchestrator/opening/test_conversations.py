@@ -12,6 +12,7 @@ from bough.cli.generation.generate import next_turn
 from bough.client import Client
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Prompt, Resume, TextPrompt, TokenPrompt
+from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import block_hashes
 from bough.registry.records import SessionRecord
 from bough.tokenization.tokenizer import Tokenizer
@@ -185,7 +186,7 @@ async def test_a_session_that_is_closed_is_forgotten_everywhere(fakes: Fleet) ->
         await read(client, TURN)
         await client.close_session("s")
         assert target.held == {}
-        assert await fakes.registry.load_session("s") is None
+        assert await fakes.registry.load_session(ScopedId("s")) is None
         for session_id, message in (("s", "session_id: 's' is not known"), ("nobody", "'nobody' is not known")):
             with pytest.raises(NotFound, match=message):
                 await client.close_session(session_id)

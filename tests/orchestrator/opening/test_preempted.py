@@ -11,6 +11,7 @@ import pytest
 from bough.client import Client
 from bough.errors import Exhausted
 from bough.protocol.generation import Finished, Started
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyCall
 from orchestrator.cluster.target_place import SlotQueue
 from tests.fakes.fleet import FakeTarget, Fleet
@@ -28,7 +29,7 @@ def preempting(target: FakeTarget, at_round: int, name: str = "first") -> Callab
 
     async def hook(call: VerifyCall) -> None:
         nonlocal has_acted
-        if not has_acted and call.context.session_id == name and call.round == at_round:
+        if not has_acted and call.context.session_id.name == name and call.round == at_round:
             has_acted = True
             target.preempt(name)
 
@@ -100,7 +101,7 @@ async def test_who_gave_way_comes_before_those_who_have_not_begun(fakes: Fleet) 
     preempt = preempting(target, 7)
 
     async def hold_up(call: VerifyCall) -> None:
-        if call.context.session_id == "first" and call.round == 7:
+        if call.context.session_id.name == "first" and call.round == 7:
             await may_go_on.wait()
         await preempt(call)
 
@@ -129,7 +130,7 @@ async def test_who_is_aborted_leaves_the_queue_before_its_last_event_has_been_re
     assert isinstance(await anext(aborted), Started)
     last = asyncio.create_task(anext(aborted))
     await until(lambda: "first" in target.asked_for_room)
-    requests.abort(FIRST.request_id)
+    requests.abort(ScopedId(FIRST.request_id))
     assert isinstance(await last, Finished)
     target.num_slots = 1
     later = [event async for event in requests.generate(PROMPT, LATER, timeout_seconds=20)]

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from bough.errors import StaleEpoch, Unavailable
+from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import block_hashes
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord, WorkerRecord
@@ -46,7 +47,7 @@ class FakeRegistry:
     ) -> None:
         await self._call("prefixes", len(hashes), first_new)
 
-    async def drop_session(self, session_id: str, epoch: int | None = None) -> None:
+    async def drop_session(self, session_id: ScopedId, epoch: int | None = None) -> None:
         await self._call("drop", epoch, 0)
 
 
@@ -65,8 +66,10 @@ def record(recorder: Recorder, num_tokens: int, epoch: int = 5, target_id: str =
     """A round after which there are so many tokens, all but the last of which the target holds."""
     tokens = tuple(range(num_tokens))
     recorder.record(
-        SessionRecord("s", target_id, "", epoch, num_tokens - 1, 0, tokens),
-        RequestRecord("r", "s", epoch, 2, tokens, SamplingParams(), StopConditions(), finish_reason),
+        SessionRecord(ScopedId("s"), target_id, "", epoch, num_tokens - 1, 0, tokens),
+        RequestRecord(
+            ScopedId("r"), ScopedId("s"), epoch, 2, tokens, SamplingParams(), StopConditions(), finish_reason
+        ),
         "m",
     )
 
@@ -76,7 +79,7 @@ async def test_a_slow_index_holds_up_nothing_and_gets_the_newest(recorder: Recor
         record(recorder, num_tokens)
         await asyncio.sleep(0)
     fake.go.set()
-    await recorder.settled("s")
+    await recorder.settled(ScopedId("s"))
     assert fake.calls == [("session", 3, 0), ("request", 3, 0), ("session", 6, 3), ("request", 6, 3)]
 
 
@@ -90,7 +93,7 @@ async def test_new_blocks_are_noted_and_now_and_then_all(
         if num_tokens == 180:
             monkeypatch.setattr(recorder_module, "REFRESH_SECONDS", -1.0)
         record(recorder, num_tokens, target_id=target_id)
-        await recorder.settled("s")
+        await recorder.settled(ScopedId("s"))
     noted = [call[1:] for call in fake.calls if call[0] == "prefixes"]
     assert noted == [(1, 0), (3, 1), (3, 0), (4, 3), (5, 0)]
 
@@ -98,9 +101,9 @@ async def test_new_blocks_are_noted_and_now_and_then_all(
 async def test_a_new_epoch_is_written_whole(recorder: Recorder, fake: FakeRegistry) -> None:
     fake.go.set()
     record(recorder, 40, epoch=5)
-    await recorder.settled("s")
+    await recorder.settled(ScopedId("s"))
     record(recorder, 41, epoch=6)
-    await recorder.settled("s")
+    await recorder.settled(ScopedId("s"))
     assert fake.calls[3:] == [("session", 41, 0), ("request", 41, 0), ("prefixes", 1, 0)]
 
 
@@ -110,14 +113,14 @@ async def test_after_another_has_claimed_the_session_nothing_is_written_until_it
     fake.go.set()
     fake.failures = [StaleEpoch("session s")]
     record(recorder, 3)
-    await recorder.settled("s")
+    await recorder.settled(ScopedId("s"))
     record(recorder, 4)
-    await recorder.settled("s")
-    recorder.drop("s", 5)
-    await recorder.settled("s")
+    await recorder.settled(ScopedId("s"))
+    recorder.drop(ScopedId("s"), 5)
+    await recorder.settled(ScopedId("s"))
     assert fake.calls == []
     record(recorder, 5, epoch=6)
-    await recorder.settled("s")
+    await recorder.settled(ScopedId("s"))
     assert fake.calls == [("session", 5, 0), ("request", 5, 0)]
 
 
@@ -126,9 +129,9 @@ async def test_an_end_that_comes_late_does_not_drop_what_a_newer_request_records
 ) -> None:
     """That one would have been told that it had lost its session."""
     record(recorder, 3, epoch=6)
-    recorder.drop("s", 5)
+    recorder.drop(ScopedId("s"), 5)
     fake.go.set()
-    await recorder.settled("s")
+    await recorder.settled(ScopedId("s"))
     assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
 
 
@@ -136,8 +139,8 @@ async def test_the_last_record_is_tried_again_and_nobody_waits_for_that(recorder
     fake.go.set()
     fake.failures = [Unavailable("gone")] * 2
     record(recorder, 3)
-    recorder.end("s")
-    await recorder.settled("s")
+    recorder.end(ScopedId("s"))
+    await recorder.settled(ScopedId("s"))
     assert fake.calls == []
     await until(lambda: len(fake.calls) == 2)
     assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
@@ -147,7 +150,7 @@ async def test_closing_writes_what_still_has_to_be_written(recorder: Recorder, f
     fake.go.set()
     fake.failures = [Unavailable("gone")] * 2
     record(recorder, 3)
-    await recorder.settled("s")
+    await recorder.settled(ScopedId("s"))
     assert fake.calls == []
     await recorder.close()
     assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
@@ -163,7 +166,7 @@ async def test_an_index_that_stays_away_is_left_alone_until_the_next_round(
     await asyncio.sleep(0.05)
     assert fake.calls == []
     record(recorder, 4)
-    await recorder.settled("s")
+    await recorder.settled(ScopedId("s"))
     assert fake.calls == [("session", 4, 0), ("request", 4, 0)]
 
 
@@ -180,7 +183,7 @@ async def test_two_orchestrators_and_a_real_index(registry: Registry) -> None:
     await registry.register(WorkerRecord("target", "t1", "h:1"), lease_seconds=60)
 
     async def recorded() -> tuple[int, int, int]:
-        session, request = await registry.load_session("s"), await registry.load_request("r")
+        session, request = await registry.load_session(ScopedId("s")), await registry.load_request(ScopedId("r"))
         assert session is not None
         assert request is not None
         assert session.tokens == request.tokens == tuple(range(len(session.tokens)))
@@ -189,12 +192,12 @@ async def test_two_orchestrators_and_a_real_index(registry: Registry) -> None:
 
     async def write(recorder: Recorder, num_tokens: int, epoch: int) -> None:
         record(recorder, num_tokens, epoch)
-        await recorder.settled("s")
+        await recorder.settled(ScopedId("s"))
 
-    old = (await registry.claim_session("s", "first")).epoch
+    old = (await registry.claim_session(ScopedId("s"), "first")).epoch
     await write(first, 70, old)
     assert await recorded() == (old, 70, 2)
-    new = (await registry.claim_session("s", "second")).epoch
+    new = (await registry.claim_session(ScopedId("s"), "second")).epoch
     await write(first, 80, old)
     await write(second, 75, new)
     await write(first, 90, old)

@@ -13,6 +13,7 @@ from bough.client import Client
 from bough.errors import InvalidRequest, PrefixMissing, StaleEpoch, Unavailable
 from bough.pb import common_pb2, target_pb2
 from bough.protocol.generation import Resume, Tokens
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyCall
 from bough.registry.records import Claim
 from orchestrator.admission.active_streams import Stream
@@ -105,7 +106,7 @@ async def test_what_a_resumed_stream_leaves_is_released_where_nobody_goes_on_wit
         running = asyncio.create_task(read(client))
         await until(lambda: len(target.calls) == (4 if is_recorded else 1))
         if is_recorded:
-            await until(lambda: fakes.registry.load_request("r"))
+            await until(lambda: fakes.registry.load_request(ScopedId("r")))
             with pytest.raises(InvalidRequest, match="must have the same sampling parameters"):
                 await read(client, replace(RESUMED, seed=6))
         else:
@@ -181,17 +182,17 @@ async def test_a_cancellation_at_the_end_of_a_stream_skips_no_release(
 
 def test_an_earlier_stream_learns_which_call_continues_its_session() -> None:
     """In whichever order it ends and is told, also by way of a call that was superseded before it ran anything."""
-    first, second = Stream("r", ""), Stream("r", "")
-    told: list[str] = []
+    first, second = Stream(ScopedId("r"), ScopedId()), Stream(ScopedId("r"), ScopedId())
+    told: list[ScopedId] = []
     second.end(StaleEpoch("resumed by a third"))
-    second.takes_over(first, "")
+    second.takes_over(first, ScopedId())
     first.leave(told.append)
     assert told == []
-    second.succeeded_by("session")
-    assert told == ["session"]
-    later: list[str] = []
+    second.succeeded_by(ScopedId("session"))
+    assert told == [ScopedId("session")]
+    later: list[ScopedId] = []
     first.leave(later.append)
-    assert later == ["session"]
+    assert later == [ScopedId("session")]
 
 
 def deaf(monkeypatch: pytest.MonkeyPatch, num_calls: int) -> list[str]:
@@ -253,7 +254,7 @@ async def test_a_release_is_repeated_only_where_it_frees_a_slot_that_is_left(
     requests, _ = await fakes.orchestrator()
     (target,) = requests.directory.targets
     left = target if is_known else replace(target)
-    session = cast(Session, SimpleNamespace(session_id="s", epoch=1))
+    session = cast(Session, SimpleNamespace(session_id=ScopedId("s"), epoch=1))
     requests.endings.let_go(session, left, TargetPlace(replace(target) if is_elsewhere else target))
     await until(lambda: asked and not requests.endings._tasks and not requests.endings._retries)
     assert asked == ["s"] * num_asked
@@ -262,7 +263,7 @@ async def test_a_release_is_repeated_only_where_it_frees_a_slot_that_is_left(
 @pytest.mark.parametrize("num_ticks", range(6))
 async def test_a_cancellation_during_an_abort_is_not_swallowed(num_ticks: int) -> None:
     """A stop button sends Abort and closes the connection: the handler must end, or it waits for a reader for ever."""
-    stream = Stream("r", "")
+    stream = Stream(ScopedId("r"), ScopedId())
 
     async def slow_to_end() -> None:
         try:

@@ -12,6 +12,7 @@ import pytest
 from bough.client import Client
 from bough.errors import NotFound, StaleEpoch, Unavailable
 from bough.protocol.generation import Resume
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyCall
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import FakeTarget, Fleet, Process
@@ -58,19 +59,19 @@ async def test_a_session_that_is_closed_at_another_orchestrator_ends_there(fakes
     async with Client(first.address) as runs, Client(second.address) as closes:
         running = asyncio.create_task(read(runs, KEPT))
         if has_written:
-            await until(lambda: fakes.registry.load_session("s"))
+            await until(lambda: fakes.registry.load_session(ScopedId("s")))
         await until(lambda: close(closes))
         assert not await close(closes), "it is closed already"
         gate.set()
         with pytest.raises(StaleEpoch):
             await asyncio.wait_for(running, 20)
         await until(lambda: not target.held)
-        assert await fakes.registry.load_session("s") is None
+        assert await fakes.registry.load_session(ScopedId("s")) is None
         with pytest.raises(NotFound, match="session_id: 's' is not known"):
             await read(closes, replace(KEPT, request_id="next", continues=True))
         again = await read(closes, replace(KEPT, request_id="anew"))
         assert again.token_ids == expected(fakes)
-        assert await fakes.registry.load_session("s") is not None, "a new session of that name is recorded"
+        assert await fakes.registry.load_session(ScopedId("s")) is not None, "a new session of that name is recorded"
 
 
 async def test_a_request_id_that_two_orchestrators_clients_share_leaves_both_sessions_recorded(fakes: Fleet) -> None:
@@ -81,12 +82,12 @@ async def test_a_request_id_that_two_orchestrators_clients_share_leaves_both_ses
     async with Client(first.address) as one, Client(second.address) as other:
         target.before = gated(gate, 4)
         older = asyncio.create_task(read(one, replace(OPTIONS, session_id="older")))
-        await until(lambda: fakes.registry.load_request("r"))
+        await until(lambda: fakes.registry.load_request(ScopedId("r")))
         gate.set()
         target.before = once(_nothing, 1)
         newer = await read(other, replace(OPTIONS, session_id="newer"))
         whole = await older
-    sessions = [await fakes.registry.load_session(name) for name in ("older", "newer")]
+    sessions = [await fakes.registry.load_session(ScopedId(name)) for name in ("older", "newer")]
     lengths = [len(session.tokens) for session in sessions if session is not None]
     assert lengths == [whole.started.prompt_tokens + 60, newer.started.prompt_tokens + 60]
 
@@ -103,7 +104,7 @@ async def test_resuming_without_the_sessions_name_keeps_the_session(fakes: Fleet
         begun = await read_rounds(one, 4, KEPT)
         rest = await read(other, replace(OPTIONS, resume=Resume(len(begun.token_ids), tuple(begun.token_ids))))
         assert begun.token_ids + rest.token_ids == expected(fakes)
-        session = await fakes.registry.load_session("s")
+        session = await fakes.registry.load_session(ScopedId("s"))
         assert session is not None
         assert len(session.tokens) == rest.started.prompt_tokens + 60
         assert target.released == []
@@ -124,7 +125,7 @@ async def ahead(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeTarg
         patched.setattr(fakes_registry(requests), "claim_session", _away)
         async with Client(server.address) as client:
             await read(client, replace(KEPT, request_id="before"))
-    await fakes.registry.close_session("s")
+    await fakes.registry.close_session(ScopedId("s"))
     await flush(fakes)
     return target, server, requests
 
@@ -155,7 +156,7 @@ async def test_an_epoch_of_a_clock_ahead_is_overtaken_after_a_flush(
     async with Client(other.address) as client:
         assert (await read(client, KEPT)).token_ids == expected(fakes)
     assert target.epochs["s"] > old
-    record = await fakes.registry.load_session("s")
+    record = await fakes.registry.load_session(ScopedId("s"))
     assert record is not None
     assert record.epoch == target.epochs["s"], "the index has learnt it"
     assert len(record.tokens) > 60
@@ -168,7 +169,7 @@ async def test_an_epoch_ahead_is_not_overtaken_by_a_request_that_another_has_sup
     _, other = await fakes.orchestrator()
 
     async def claimed() -> None:
-        await fakes.registry.claim_session("s", "somebody else")
+        await fakes.registry.claim_session(ScopedId("s"), "somebody else")
 
     target.before = once(claimed, 1)
     async with Client(other.address) as client:

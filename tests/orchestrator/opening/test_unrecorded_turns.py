@@ -11,6 +11,7 @@ import pytest
 from bough.client import Client
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions, TextPrompt
+from bough.protocol.ids import ScopedId
 from bough.registry.registry import Registry
 from orchestrator.opening import recorder as recorder_module
 from orchestrator.serving.requests import Requests
@@ -50,16 +51,18 @@ async def test_a_turn_that_was_not_recorded_is_not_passed_over(fakes: Fleet, mon
         cannot_record(requests, monkeypatch)
         lost = await read(here, NEXT, MORE)
         assert any("not recorded" in warning for warning in lost.end.warnings)
-        await until(lambda: requests.recorder._logs["s"].lost is not None or _is_lost(requests))
+        await until(lambda: requests.recorder._logs[ScopedId("s")].lost is not None or _is_lost(requests))
         for client in (here, elsewhere, here):
             with pytest.raises(NotFound, match=REFUSAL):
                 await read(client, NEXT, MORE)
-        recorded = await fakes.registry.load_session("s")
+        recorded = await fakes.registry.load_session(ScopedId("s"))
         assert recorded is not None
         assert len(recorded.tokens) == before.started.prompt_tokens + 8
         monkeypatch.setattr(requests.recorder, "_registry", registry)
         await until(lambda: not requests.recorder._logs)
-        assert await fakes.registry.load_session("s") is None, "the index has forgotten what must not be continued"
+        assert await fakes.registry.load_session(ScopedId("s")) is None, (
+            "the index has forgotten what must not be continued"
+        )
         with pytest.raises(NotFound, match="is not known"):
             await read(elsewhere, NEXT, MORE)
         whole = await read(elsewhere, TURN)
@@ -68,7 +71,7 @@ async def test_a_turn_that_was_not_recorded_is_not_passed_over(fakes: Fleet, mon
 
 
 def _is_lost(requests: Requests) -> bool:
-    waiting = requests.recorder._logs["s"].waiting
+    waiting = requests.recorder._logs[ScopedId("s")].waiting
     return waiting is not None and waiting.session is None
 
 
@@ -82,7 +85,7 @@ async def test_a_turn_that_failed_before_its_first_round_leaves_the_session_as_i
             await read(here, NEXT, MORE)
 
         async def is_recorded() -> bool:
-            stored = await fakes.registry.stored_session("s")
+            stored = await fakes.registry.stored_session(ScopedId("s"))
             return stored.record is not None and stored.epoch <= stored.record.epoch
 
         await until(is_recorded)

@@ -14,6 +14,7 @@ import pytest
 from bough.client import Client
 from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
 from bough.protocol.generation import TextPrompt
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyCall
 from bough.registry.records import WorkerRecord
 from orchestrator.cluster.directory import POLL_SECONDS
@@ -171,7 +172,7 @@ BAD_OPTIONS = replace(OPTIONS, request_id="bad", session_id="bad")
 
 async def fail_the_bad(call: VerifyCall) -> None:
     """What a bug does to one request."""
-    if call.context.session_id == "bad":
+    if call.context.session_id.name == "bad":
         raise ValueError("a bug")
 
 
@@ -198,7 +199,7 @@ async def test_a_request_that_brings_targets_down_does_not_bring_all_down(fakes:
 
     def hook_of(server: Process) -> Callable[[VerifyCall], Awaitable[None]]:
         async def hook(call: VerifyCall) -> None:
-            if call.context.session_id == "bad":
+            if call.context.session_id.name == "bad":
                 killed.append(server)
                 asyncio.get_running_loop().create_task(server.kill())
                 await asyncio.sleep(60)
@@ -319,9 +320,9 @@ async def test_the_time_in_which_a_call_ran_is_no_time_without_a_target(
     monkeypatch.setattr(Verifier, "_successor", AsyncMock(side_effect=[None, None, target]))
     trouble = _Trouble(time.monotonic() - 600.0)
     exc = NoAnswer("gone")
-    await verifier._recover(Mock(session_id="s"), place, 1, trouble, exc)
+    await verifier._recover(Mock(session_id=ScopedId("s")), place, 1, trouble, exc)
     assert 0 < trouble.away_seconds < 5
     trouble.away_seconds = 10.0
     monkeypatch.setattr(Verifier, "_successor", AsyncMock(return_value=None))
     with pytest.raises(Unavailable, match="no target with this model could be used for 5 s"):
-        await verifier._recover(Mock(session_id="s"), place, 1, trouble, exc)
+        await verifier._recover(Mock(session_id=ScopedId("s")), place, 1, trouble, exc)

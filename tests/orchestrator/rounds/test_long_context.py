@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bough.protocol.generation import Finished, GenerateOptions, TokenPrompt, Tokens
+from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import CHECKPOINT_TOKENS, TokenHistory
 from orchestrator.opening import opening
 from tests.fakes.fleet import Fleet
@@ -52,7 +53,7 @@ async def test_a_round_reads_a_few_of_the_sessions_tokens_however_many_there_are
             if isinstance(event, Tokens):
                 by_round.append(reads.taken())
         assert isinstance(event, Finished)
-        record = await stage.registry.load_session("long")
+        record = await stage.registry.load_session(ScopedId("long"))
         again = replace(OPTIONS, max_tokens=1)
         history: Sequence[int] = () if record is None else record.tokens
         assert tuple(history[: len(prompt.token_ids)]) == prompt.token_ids

@@ -18,6 +18,7 @@ from bough.client import Client
 from bough.errors import Unavailable
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
+from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes
 from orchestrator.sizing.plans import Situation
 from tests.fakes.simulated import pair_of
@@ -49,7 +50,7 @@ async def generated(
     events = [event async for event in stack.requests.generate(prompt, options)]
     tokens = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
     assert isinstance(events[-1], Finished)
-    *_, first = (each for each in stack.requests.decisions(options.request_id) if each.number == 1)
+    *_, first = (each for each in stack.requests.decisions(ScopedId(options.request_id)) if each.number == 1)
     return tokens, events[-1].usage.cached_tokens, first
 
 
@@ -145,7 +146,7 @@ async def test_rounds_are_counted_to_the_end_of_an_answer(stack: Stack) -> None:
         )
         async for _ in stack.requests.generate(TURN, options):
             pass
-        numbers = [each.number for each in stack.requests.decisions(options.request_id)]
+        numbers = [each.number for each in stack.requests.decisions(ScopedId(options.request_id))]
         assert numbers == list(range(1, len(numbers) + 1))
 
 

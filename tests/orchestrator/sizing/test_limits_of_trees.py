@@ -13,6 +13,7 @@ from bough.errors import InvalidRequest
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Mode
 from bough.protocol.generation import Speculation
+from bough.protocol.ids import ScopedId
 from bough.trees.tree import DraftProbs, Tree
 from bough.trees.tree_plan import (
     MAX_EXPANSIONS,
@@ -89,11 +90,11 @@ def test_samples_are_never_cut() -> None:
     sizer, sample = new_sizer(), sampled_tree()
     wanted = Speculation(growth=StaticShape((0, 0, 0)), scheme=Scheme.WITHOUT_REPLACEMENT)
     sizer.plan(situation(speculation=wanted, target=WorkerFacts("target", "target", 1024, STEEP), lookup=4))
-    alone = sizer.propose("s", sample, Tree.root(ROOT))
+    alone = sizer.propose(ScopedId("s"), sample, Tree.root(ROOT))
     assert alone.tree == sample
     assert not alone.may_leave_out
     assert alone.places.tolist() == [0, 1, 2, 3]
-    beside = sizer.propose("s", sample, Tree.of([ROOT, 8, 9], [-1, 0, 1], [0.0, -0.1, -0.1]))
+    beside = sizer.propose(ScopedId("s"), sample, Tree.of([ROOT, 8, 9], [-1, 0, 1], [0.0, -0.1, -0.1]))
     assert beside.tree.tokens.tolist() == [ROOT, 1, 2, 3, 8, 9]
     assert beside.tree.draws is not None
     assert beside.tree.draws.tolist() == [1, 2, 3]
@@ -172,14 +173,14 @@ def test_without_a_draft_only_the_text_is_looked_up() -> None:
     plan = sizer.plan(situation(draft=None, lookup=12, target=WorkerFacts("target", "target", 1024, FLAT)))
     assert (plan.tree, plan.asks_draft, plan.lookup) == (NO_TREE, False, 12)
     guesses = Tree.of([ROOT, 1, 2, 3], [-1, 0, 1, 2], [0.0, -0.1, -0.1, -0.1])
-    assert len(sizer.propose("s", Tree.root(ROOT), guesses).tree) == 4
+    assert len(sizer.propose(ScopedId("s"), Tree.root(ROOT), guesses).tree) == 4
 
 
 def test_what_was_looked_up_is_cut_where_it_is_not_worth_its_rows() -> None:
     sizer = new_sizer()
     sizer.plan(situation(draft=None, lookup=12, target=WorkerFacts("target", "target", 1024, STEEP)))
     guesses = Tree.of([ROOT, 1, 2, 3], [-1, 0, 0, 0], [0.0, math.log(0.9), math.log(0.04), math.log(0.03)])
-    proposal = sizer.propose("s", Tree.root(ROOT), guesses)
+    proposal = sizer.propose(ScopedId("s"), Tree.root(ROOT), guesses)
     assert proposal.tree.tokens.tolist() == [ROOT, 1]
     assert proposal.may_leave_out
 
@@ -236,9 +237,9 @@ def told_wrong(world: MadeRounds, bad: CostCurve) -> Proposal:
     """A round whose verdict comes with such a curve."""
     plan = world.sizer.plan(world.base)
     grown = world.grown(plan.tree)
-    proposal = world.sizer.propose("s", grown.tree, Tree.root(ROOT))
+    proposal = world.sizer.propose(ScopedId("s"), grown.tree, Tree.root(ROOT))
     outcome = world.outcome(world.base, proposal, grown)
-    world.sizer.observe("s", replace(outcome, result=replace(outcome.result, cost=bad)))
+    world.sizer.observe(ScopedId("s"), replace(outcome, result=replace(outcome.result, cost=bad)))
     return proposal
 
 
@@ -331,7 +332,7 @@ def test_of_two_trees_the_best_nodes_are_sent() -> None:
     sizer.plan(situation(speculation=Speculation(budget=3), lookup=2))
     drafted = Tree.of([ROOT, 1, 2], [-1, 0, 0], np.log([1.0, 0.6, 0.1]).tolist())
     looked_up = Tree.of([ROOT, 3], [-1, 0], np.log([1.0, 0.5]).tolist())
-    proposal = sizer.propose("s", drafted, looked_up)
+    proposal = sizer.propose(ScopedId("s"), drafted, looked_up)
     assert proposal.tree.tokens.tolist() == [ROOT, 1, 3]
     assert not proposal.may_leave_out
 
@@ -340,9 +341,9 @@ def test_decisions_are_recorded_as_fixed_or_off_and_forgotten_sessions_count_ane
     world = MadeRounds(new_fixed())
     world.play(2)
     world.round(replace(world.base, speculation=Speculation(disabled=True)))
-    decisions = world.log.of("s")
+    decisions = world.log.of(ScopedId("s"))
     assert [(each.number, each.mode) for each in decisions] == [(1, Mode.FIXED), (2, Mode.FIXED), (3, Mode.OFF)]
     assert all(each.tokens >= 1 and each.seconds.sweep >= 1.0 for each in decisions)
     assert world.log.calibrations() == (), "it predicts nothing"
-    world.sizer.forget("s")
+    world.sizer.forget(ScopedId("s"))
     assert world.play(1)[0].decision.number == 1

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bough.protocol.decision import Decision, Mode, RoundSeconds
+from bough.protocol.ids import ScopedId
 from bough.trees.acceptance import by_rank
 from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree import Tree
@@ -42,29 +43,29 @@ def decision(number: int = 1, draft_id: str = "d", expected_tokens: float = 2.0,
 def test_rounds_come_back_in_order_those_of_the_last_session_where_none_is_named() -> None:
     log = DecisionLog()
     for number in (1, 2, 3):
-        log.add("a", decision(number))
-    log.add("b", decision(7))
-    assert [each.number for each in log.of("a")] == [1, 2, 3]
-    assert [each.number for each in log.of("")] == [7]
-    log.add("a", decision(4))
-    assert [each.number for each in log.of("")] == [1, 2, 3, 4]
-    assert log.of("c") == ()
-    assert DecisionLog().of("") == ()
+        log.add(ScopedId("a"), decision(number))
+    log.add(ScopedId("b"), decision(7))
+    assert [each.number for each in log.of(ScopedId("a"))] == [1, 2, 3]
+    assert [each.number for each in log.of(ScopedId(""))] == [7]
+    log.add(ScopedId("a"), decision(4))
+    assert [each.number for each in log.of(ScopedId(""))] == [1, 2, 3, 4]
+    assert log.of(ScopedId("c")) == ()
+    assert DecisionLog().of(ScopedId("")) == ()
 
 
 def test_only_the_last_rounds_sessions_and_drafts_are_kept() -> None:
     log = DecisionLog()
     for number in range(MAX_ROUNDS + 3):
-        log.add("long", decision(number))
-    assert [log.of("long")[0].number, len(log.of("long"))] == [3, MAX_ROUNDS]
+        log.add(ScopedId("long"), decision(number))
+    assert [log.of(ScopedId("long"))[0].number, len(log.of(ScopedId("long")))] == [3, MAX_ROUNDS]
     for index in range(MAX_SESSIONS):
-        log.add(f"s{index}", decision(draft_id=f"d{index}"))
-    assert log.of("long") == ()
-    assert len(log.of("s0")) == 1
-    log.add("s0", decision())
-    log.add("one more", decision())
-    assert len(log.of("s0")) == 2, "used last, not first"
-    assert log.of("s1") == ()
+        log.add(ScopedId(f"s{index}"), decision(draft_id=f"d{index}"))
+    assert log.of(ScopedId("long")) == ()
+    assert len(log.of(ScopedId("s0"))) == 1
+    log.add(ScopedId("s0"), decision())
+    log.add(ScopedId("one more"), decision())
+    assert len(log.of(ScopedId("s0"))) == 2, "used last, not first"
+    assert log.of(ScopedId("s1")) == ()
     assert len(log.calibrations()) == MAX_DRAFTS
     assert "d0" not in {each.draft_id for each in log.calibrations()}
 
@@ -72,8 +73,8 @@ def test_only_the_last_rounds_sessions_and_drafts_are_kept() -> None:
 def test_calibrations_are_means_by_draft_worker() -> None:
     log = DecisionLog()
     for _ in range(10):
-        log.add("s", decision(draft_id="steady"))
-    log.add("s", decision(draft_id="other", expected_tokens=1.5, tokens=1))
+        log.add(ScopedId("s"), decision(draft_id="steady"))
+    log.add(ScopedId("s"), decision(draft_id="other", expected_tokens=1.5, tokens=1))
     steady, other = log.calibrations()
     assert (steady.draft_id, steady.num_rounds) == ("steady", 10)
     assert (steady.expected_tokens, steady.realised_tokens) == (pytest.approx(2.0), pytest.approx(3.0))
@@ -85,7 +86,7 @@ def test_old_rounds_count_for_less() -> None:
     log = DecisionLog()
     for tokens in (1, 9):
         for _ in range(300):
-            log.add("s", decision(tokens=tokens))
+            log.add(ScopedId("s"), decision(tokens=tokens))
     (calibration,) = log.calibrations()
     assert calibration.num_rounds == 600
     old = 0.5 ** (300 / HALF_LIFE_ROUNDS)
@@ -101,9 +102,9 @@ def test_rounds_in_which_nothing_was_predicted_of_a_draft_are_no_part_of_it(with
         entry.num_grown = 1
     else:
         entry.expected = RoundSeconds()
-    log.add("s", entry)
+    log.add(ScopedId("s"), entry)
     assert log.calibrations() == ()
-    assert log.of("s") == (entry,)
+    assert log.of(ScopedId("s")) == (entry,)
 
 
 FOREVER = math.inf  # rounds

@@ -9,6 +9,7 @@ import pytest
 
 from bough.protocol.decision import Mode
 from bough.protocol.generation import Speculation
+from bough.protocol.ids import ScopedId
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import StaticShape
 from orchestrator.sizing.plans import WorkerFacts
@@ -22,10 +23,10 @@ SURE = (0.97, 0.01)
 
 def values_of(sizer: TreeSizer, name: str = "s") -> list[float]:
     """What a tree of a session would be worth now, node by node."""
-    sizer.plan(situation(session_id=name, speculation=Speculation(budget=5, width=1, depth=4)))
+    sizer.plan(situation(session_id=ScopedId(name), speculation=Speculation(budget=5, width=1, depth=4)))
     tree = Tree.of([ROOT, 1, 2, 3], [-1, 0, 1, 2], [0.0, -0.4, -0.4, -0.4])
-    sizer.propose(name, tree, Tree.root(ROOT))
-    pending = sizer._pending[name]
+    sizer.propose(ScopedId(name), tree, Tree.root(ROOT))
+    pending = sizer._pending[ScopedId(name)]
     assert pending.values is not None
     return pending.values.tolist()
 
@@ -147,7 +148,7 @@ def test_sessions_keep_their_own_acceptance() -> None:
     for _ in range(150):
         for name, true in (("easy", (0.95, 0.02)), ("hard", (0.1, 0.02))):
             world.true = true
-            sizes[name].append(world.round(replace(world.base, session_id=name)).num_nodes)
+            sizes[name].append(world.round(replace(world.base, session_id=ScopedId(name))).num_nodes)
     easy, hard = (sum(sizes[name][75:]) / 75 for name in ("easy", "hard"))
     assert easy > 1.5 * hard
 
@@ -160,7 +161,7 @@ def test_what_is_kept_is_bounded() -> None:
     for index in range(2000):
         facts = replace(
             world.base,
-            session_id=f"s{index}",
+            session_id=ScopedId(f"s{index}"),
             target=WorkerFacts(f"t{index}", f"target {index}", 64, STEEP),
             draft=WorkerFacts(f"d{index}", f"draft {index}", 64, STEP),
         )
@@ -183,11 +184,11 @@ def test_a_round_that_is_planned_twice_or_ends_after_its_session_does_no_harm() 
     played = world.play(1)[0]
     assert played.num_nodes > 1
     world.sizer.plan(world.base)
-    world.sizer.propose("s", played.drafted, Tree.root(ROOT))
-    for session_id in ("s", "s", "never was"):
-        world.sizer.forget(session_id)
-    assert world.sizer.observe("s", played.outcome) is None
-    assert len(world.log.of("s")) == 1
+    world.sizer.propose(ScopedId("s"), played.drafted, Tree.root(ROOT))
+    for name in ("s", "s", "never was"):
+        world.sizer.forget(ScopedId(name))
+    assert world.sizer.observe(ScopedId("s"), played.outcome) is None
+    assert len(world.log.of(ScopedId("s"))) == 1
 
 
 def test_decisions_say_what_was_decided_expected_and_found() -> None:

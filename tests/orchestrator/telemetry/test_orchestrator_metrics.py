@@ -15,6 +15,7 @@ import pytest
 from bough.errors import Exhausted
 from bough.protocol.decision import Decision, Mode, RoundSeconds, RoundTimings
 from bough.protocol.generation import Event, Finished, Speculation, SpeculationMetrics, Started, Tokens, Usage
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Timings, Verdict, VerifyResult
 from bough.telemetry.metrics import MetricsServer
 from bough.trees.tree import Tree
@@ -163,7 +164,9 @@ def test_the_deepest_levels_count_as_one() -> None:
     assert totals.accepted_by_position == [1] * (MAX_POSITIONS - 1) + [3]
 
 
-SITUATION = Situation("s", Speculation(), 0.0, WorkerFacts("t", "t", 32, None), WorkerFacts("d", "d", 32, None), 9)
+SITUATION = Situation(
+    ScopedId("s"), Speculation(), 0.0, WorkerFacts("t", "t", 32, None), WorkerFacts("d", "d", 32, None), 9
+)
 
 
 def outcome_of(num_nodes: int, tokens: Sequence[int]) -> RoundOutcome:
@@ -178,18 +181,18 @@ def test_a_measured_sizer_decides_as_the_sizer_does_and_adds_up() -> None:
     tree = Tree.root(5)
     plans: list[RoundPlan] = [one.plan(SITUATION) for one in (own, sizer)]
     assert plans[0] == plans[1]
-    proposals: list[Proposal] = [one.propose("s", tree, tree) for one in (own, sizer)]
+    proposals: list[Proposal] = [one.propose(ScopedId("s"), tree, tree) for one in (own, sizer)]
     assert len(proposals[0].tree) == len(proposals[1].tree) == 1
-    decision = sizer.observe("s", outcome_of(1, [7]))
+    decision = sizer.observe(ScopedId("s"), outcome_of(1, [7]))
     assert decision is not None
-    assert list(sizer.log.of("s")) == [decision]
+    assert list(sizer.log.of(ScopedId("s"))) == [decision]
     assert decision.tokens == 1
     assert sizer.totals.rounds == {Mode.DRAFT: 1}
     assert sum(sizer.totals.plan_seconds.counts) == 1
     assert sizer.totals.plan_seconds.total > 0
-    assert sizer.observe("s", outcome_of(1, [7])) is None
+    assert sizer.observe(ScopedId("s"), outcome_of(1, [7])) is None
     assert sizer.totals.rounds.total() == 1
-    sizer.forget("s")
+    sizer.forget(ScopedId("s"))
 
 
 async def test_a_blocked_event_loop_shows_as_lag() -> None:

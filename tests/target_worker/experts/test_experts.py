@@ -17,6 +17,7 @@ from bough.errors import ConfigError, StreamError
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import build_skeleton
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.placement import Budgets, ExpertSizes, Fixed, SeparateExperts, Tier, place_with_expert_cache
@@ -272,9 +273,11 @@ def start(folder: Path, flags: str) -> TargetWorker:
 
 
 def answer(worker: TargetWorker, tokens: list[int]) -> int:
-    call = VerifyCall(Context.of("s", tokens, 0, len(tokens)), 0, 0, Tree.root(tokens[-1]), SamplingParams(0.0))
+    call = VerifyCall(
+        Context.of(ScopedId("s"), tokens, 0, len(tokens)), 0, 0, Tree.root(tokens[-1]), SamplingParams(0.0)
+    )
     bonus_token = worker.verify(call).result().verdict.bonus_token
-    worker.release("s").result()
+    worker.release(ScopedId("s")).result()
     return bonus_token
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from bough.errors import Exhausted, Preempted, PrefixMissing, StaleEpoch
 from bough.model.kv.session_kv import KVArena
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, VerifyCall, VerifyResult
 from bough.trees.tree import Tree
 from target_worker.kv.slot_index import SessionSlot, SlotState, Text
@@ -42,7 +43,7 @@ class Caller:
     def call(self) -> VerifyCall:
         root = self.tokens[-1]
         tree = Tree.of([root, (root + 1) % VOCAB, 3], [-1, 0, 0], [0.0, -1.0, -2.0])  # one of two guesses is right
-        context = Context.of(self.name, self.tokens, self.held, PROMPT)
+        context = Context.of(ScopedId(self.name), self.tokens, self.held, PROMPT)
         return VerifyCall(context, self.epoch, self.round, tree, GREEDY)
 
     def step(self, engine: SweepEngine) -> bool:
@@ -79,7 +80,7 @@ def engine(pool: SlotPool) -> Iterator[SweepEngine]:
 
 
 def rows_of(pool: SlotPool, name: str) -> int:
-    session = pool.get(name)
+    session = pool.get(ScopedId(name))
     return 0 if session is None else session.slot.num_rows
 
 
@@ -98,7 +99,7 @@ def test_a_slot_grows_in_steps_and_no_further_than_it_may(engine: SweepEngine, p
         rows.append(rows_of(pool, caller.name))
     assert [*dict.fromkeys(rows)] == [length + FULL.rows for length in range(STEP, FULL.max_context + 1, STEP)]
     brief = replace(Caller.of(1).call(), max_length=PROMPT + 1)
-    engine.release("s0").result(5)
+    engine.release(ScopedId("s0")).result(5)
     engine.verify(brief).result(5)
     assert rows_of(pool, "s1") == PROMPT + 1 + FULL.rows
 
@@ -117,7 +118,7 @@ def test_sessions_that_do_not_fit_together_all_end_with_their_own_tokens(
                 if len(caller.tokens) < FULL.max_context and caller.step(engine):
                     pool.check_integrity()
                     if len(caller.tokens) >= FULL.max_context:
-                        engine.release(caller.name).result(5)
+                        engine.release(ScopedId(caller.name)).result(5)
             if all(len(caller.tokens) >= FULL.max_context for caller in callers):
                 break
     for number, caller in enumerate(callers):
@@ -131,9 +132,9 @@ def use(pool: SlotPool, name: str, length: int, epoch: int, num_rows: int = 0) -
     """A call of a session whose text is its own, from arrival to answer, which takes room as `CallQueue` does."""
     tokens = [1000 * epoch + place for place in range(length)]
     rows = max(length, num_rows)
-    for session in pool.to_preempt(name, epoch, rows):
+    for session in pool.to_preempt(ScopedId(name), epoch, rows):
         pool.preempt(session)
-    session = pool.lease(name, epoch, rows, Text(tokens), most_rows=FULL.slot_rows)
+    session = pool.lease(ScopedId(name), epoch, rows, Text(tokens), most_rows=FULL.slot_rows)
     pool.commit(session, range(session.slot.length, length), tokens[session.slot.length :])
     pool.end_call(session)
     return session
@@ -141,7 +142,7 @@ def use(pool: SlotPool, name: str, length: int, epoch: int, num_rows: int = 0) -
 
 def lengths(pool: SlotPool, *names: str) -> list[int]:
     """Tokens held of each."""
-    held = [pool.get(name) for name in names]
+    held = [pool.get(ScopedId(name)) for name in names]
     return [session.slot.length if session is not None else 0 for session in held]
 
 
@@ -166,12 +167,12 @@ def test_nobody_gives_way_in_vain_nor_to_those_who_came_later(clock: Clock) -> N
     clock.now = 50.0
     with pytest.raises(Exhausted, match="30 tokens need 240 bytes, but 160 of 800 are free"):
         use(pool, "young", 70, epoch=2)
-    assert pool.to_preempt("old", 1, 101) == [], "more than there is"
-    assert pool.to_preempt("stranger", 0, 40) == [], "who comes in pushes nobody out"
+    assert pool.to_preempt(ScopedId("old"), 1, 101) == [], "more than there is"
+    assert pool.to_preempt(ScopedId("stranger"), 0, 40) == [], "who comes in pushes nobody out"
     clock.now = 100.0
     assert grown.state is SlotState.HELD, "who asks again and again keeps what it has"
     use(pool, "old", 60, epoch=1)
-    pool.release("old")
+    pool.release(ScopedId("old"))
     assert use(pool, "young", 70, epoch=2) is grown
 
 
@@ -185,7 +186,7 @@ def test_who_gave_way_comes_in_before_those_who_began_later(clock: Clock) -> Non
     with pytest.raises(Exhausted, match="KV memory: 1 sessions that began earlier wait for room") as refusal:
         use(pool, "c", 10, epoch=3)
     assert not isinstance(refusal.value, Preempted), "it held nothing"
-    pool.release("a")
+    pool.release(ScopedId("a"))
     with pytest.raises(Exhausted):
         use(pool, "c", 10, epoch=3)
     use(pool, "b", 50, epoch=2)
@@ -198,7 +199,7 @@ def test_who_gave_way_and_asks_no_more_holds_nobody_up(clock: Clock) -> None:
     use(pool, "a", 40, epoch=1)
     use(pool, "b", 50, epoch=2)
     use(pool, "a", 60, epoch=1)
-    pool.release("a")
+    pool.release(ScopedId("a"))
     clock.now += ASKING_SECONDS
     assert use(pool, "c", 10, epoch=3).state is SlotState.HELD
 
@@ -222,8 +223,10 @@ def test_a_call_that_waits_ends_where_its_session_gives_way(pool: SlotPool) -> N
     (job,) = calls
     pool.commit(job.session, range(20), young.tokens[:20])
     for length in range(PROMPT, FULL.max_context, STEP):
-        calls.admit(replace(old.call(), round=length, context=Context.of("s0", [1] * length, 0, PROMPT)), Future(), 0)
-        calls.drop("s0", StaleEpoch("it goes on with another"))
+        calls.admit(
+            replace(old.call(), round=length, context=Context.of(ScopedId("s0"), [1] * length, 0, PROMPT)), Future(), 0
+        )
+        calls.drop(ScopedId("s0"), StaleEpoch("it goes on with another"))
     with pytest.raises(Preempted, match="this session gave way to an older one"):
         future.result(0)
     assert len(calls) == 0

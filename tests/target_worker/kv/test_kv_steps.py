@@ -12,6 +12,7 @@ import torch
 from bough.errors import Exhausted, PrefixMissing
 from bough.model.kv.session_kv import KVArena
 from bough.model.sizes.target_limits import TargetLimits
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Verdict
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
@@ -64,7 +65,7 @@ def verdicts(model: StreamedModel, num_sessions: int, step: int, num_rows: int) 
             for session in going_on:
                 session.step(engine)
                 if len(session.tokens) >= ENOUGH:
-                    engine.release(session.name).result(60)
+                    engine.release(ScopedId(session.name)).result(60)
     finally:
         engine.stop()
     return [session.verdicts for session in sessions], pool.figures().num_preemptions

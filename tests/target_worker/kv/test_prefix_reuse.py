@@ -15,6 +15,7 @@ import torch
 from bough.model.batch.batch import Batch
 from bough.model.kv.session_kv import KVArena
 from bough.model.sizes.target_limits import TargetLimits
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Timings, VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.row_counts import RowCounts
@@ -90,7 +91,7 @@ def test_calls_of_different_salts_share_no_work(model: FakeModel, engine: SweepE
         assert [future.result(10).cached_length for future in futures] == [0, 0, BLOCKS, BLOCKS]
         if releases:
             for n in range(4):
-                engine.release(f"s{n}").result(10)
+                engine.release(ScopedId(f"s{n}")).result(10)
         late = [engine.verify(salted(verify_call(f"late{n}", [*SYSTEM, 30]), f"tenant{n}")) for n in (1, 2)]
         assert [future.result(10).cached_length for future in late] == [BLOCKS, 0]
         same = engine.verify(salted(verify_call("first", [*SYSTEM, 9, 8], epoch=2), "tenant3")).result(10)
@@ -116,7 +117,7 @@ def test_the_second_turn_computes_only_what_is_new(model: FakeModel, engine: Swe
         engine.verify(verify_call("a", [*SYSTEM, 7])).result(10)
         same = engine.verify(verify_call("a", [*SYSTEM, 7, 8, 9, 3], epoch=2)).result(10)
         assert same.cached_length == 501, "with all of the history sent again"
-        engine.release("a").result(10)
+        engine.release(ScopedId("a")).result(10)
         other = engine.verify(verify_call("b", [*SYSTEM, 7, 8, 9, 3, 4, 5])).result(10)
         assert other.cached_length == BLOCKS, "and in whole blocks by a session of another name"
 

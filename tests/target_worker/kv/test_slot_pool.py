@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from bough.errors import Exhausted, NotFound
 from bough.model.kv.arena import Arena
 from bough.model.kv.session_kv import KVArena, KVSlot
+from bough.protocol.ids import ScopedId
 from target_worker.kv import slot_index
 from target_worker.kv.slot_index import SessionSlot, SlotState, Text
 from target_worker.kv.slot_pool import SlotPool
@@ -37,7 +38,7 @@ def write(pool: SlotPool, session: SessionSlot, tokens: list[int]) -> None:
 
 def use(pool: SlotPool, name: str, tokens: list[int], num_rows: int = 0, epoch: int = 1) -> SessionSlot:
     """A call from its arrival to its answer."""
-    session = pool.lease(name, epoch, max(num_rows, len(tokens)), Text(tokens))
+    session = pool.lease(ScopedId(name), epoch, max(num_rows, len(tokens)), Text(tokens))
     write(pool, session, tokens[session.slot.length :])
     pool.end_call(session)
     return session
@@ -74,9 +75,9 @@ def test_slots_keep_their_promises_whatever_happens(steps: list[tuple[str, int, 
                 leased[name] = clock.now + 10.0
             elif kind == "r":
                 leased.pop(name, None)
-                pool.release(name)
-            elif kind == "g" and (session := pool.get(name)) is not None:
-                pool.lease(name, session.epoch, 1, Text([*session.slot.tokens]))
+                pool.release(ScopedId(name))
+            elif kind == "g" and (session := pool.get(ScopedId(name))) is not None:
+                pool.lease(ScopedId(name), session.epoch, 1, Text([*session.slot.tokens]))
                 pool.end_lease(session)
                 leased.pop(name, None)
             else:
@@ -85,7 +86,7 @@ def test_slots_keep_their_promises_whatever_happens(steps: list[tuple[str, int, 
             pass
         pool.check_integrity()
         for name, until in leased.items():
-            held = pool.get(name)
+            held = pool.get(ScopedId(name))
             assert held is not None or clock.now >= until, "a session lost its slot before its lease was over"
             if held is not None:
                 require_spelled(held)
@@ -119,19 +120,19 @@ def test_the_longest_idle_gives_way_first_and_nobody_whose_lease_runs(pool: Slot
         use(pool, name, text(50, 100 * number))
     clock.now = 11.5
     use(pool, "new", text(50, 7000))
-    assert [name for name in ("a", "b", "c", "d", "new") if pool.get(name)] == ["b", "c", "d", "new"]
+    assert [name for name in ("a", "b", "c", "d", "new") if pool.get(ScopedId(name))] == ["b", "c", "d", "new"]
     assert pool.figures().num_evictions == 1
     clock.now = 12.1
     with pytest.raises(Exhausted):
         use(pool, "more", text(150, 8000))
-    assert pool.get("b") is not None, "who would be evicted in vain stays"
+    assert pool.get(ScopedId("b")) is not None, "who would be evicted in vain stays"
 
 
 def test_an_idle_session_gives_its_unused_rows_before_its_tokens(pool: SlotPool, clock: Clock) -> None:
     use(pool, "a", text(40), num_rows=150)
     clock.now = 11.0
     use(pool, "b", text(150, 1000))
-    held = pool.get("a")
+    held = pool.get(ScopedId("a"))
     assert held is not None
     assert held.slot.tokens == text(40)
     assert held.slot.num_rows == 40
@@ -145,14 +146,14 @@ def test_a_slot_to_which_nothing_could_be_copied_is_not_in_use_for_ever(
     with monkeypatch.context() as patched:
         patched.setattr(KVSlot, "fork", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            pool.lease("b", 1, 100, Text(text(100)))
+            pool.lease(ScopedId("b"), 1, 100, Text(text(100)))
     clock.now += 20.0
     use(pool, "c", text(ROWS, 1000))
     pool.check_integrity()
 
 
 def test_a_session_whose_caller_has_gone_is_idle_at_once(pool: SlotPool) -> None:
-    session = pool.lease("a", 1, ROWS, Text(text(5)))
+    session = pool.lease(ScopedId("a"), 1, ROWS, Text(text(5)))
     with pytest.raises(Exhausted):
         use(pool, "b", text(60, 1000))
     pool.end_lease(session)
@@ -167,15 +168,15 @@ def test_nobody_can_feel_their_way_along_anothers_prompt_token_by_token(clock: C
         pool = new_pool(clock, 400)
         use(pool, "victim", secret)
         if num_right % 2:
-            pool.release("victim")
+            pool.release(ScopedId("victim"))
         guess = [*secret[:num_right], *text(95 - num_right, 3000)]
-        reached.append(pool.lease("stranger", 1, 120, Text(guess)).slot.length)
+        reached.append(pool.lease(ScopedId("stranger"), 1, 120, Text(guess)).slot.length)
     assert reached == [num_right // 32 * 32 for num_right in range(91)]
 
 
 def test_a_sessions_own_text_is_held_to_the_token(pool: SlotPool) -> None:
     use(pool, "a", text(70))
-    session = pool.lease("a", 1, 100, Text([*text(50), 999, 998]))
+    session = pool.lease(ScopedId("a"), 1, 100, Text([*text(50), 999, 998]))
     assert session.slot.tokens == text(50)
 
 
@@ -183,18 +184,18 @@ def test_a_session_prefers_its_own_where_that_is_longer(clock: Clock) -> None:
     pool = new_pool(clock, 400)
     use(pool, "a", text(60))
     own = use(pool, "b", [*text(60), 500, 501, 502])
-    pool.lease("b", 1, 70, Text([*text(60), 500, 501, 7]))
+    pool.lease(ScopedId("b"), 1, 70, Text([*text(60), 500, 501, 7]))
     assert own.slot.tokens == [*text(60), 500, 501]
     pool.end_call(own)
     use(pool, "c", [*text(40), *text(60, 3000)])
-    pool.lease("b", 1, 110, Text([*text(40), *text(60, 3000), 1]))
+    pool.lease(ScopedId("b"), 1, 110, Text([*text(40), *text(60, 3000), 1]))
     assert own.slot.tokens == [*text(40), *text(56, 3000)], "and another's where that is"
     require_spelled(own)
 
 
 def test_what_a_released_session_held_is_taken_over_by_its_next_turn(pool: SlotPool) -> None:
     first = use(pool, "a", text(120))
-    pool.release("a")
+    pool.release(ScopedId("a"))
     assert (len(pool), pool.figures().num_tokens) == (0, 120)
     second = use(pool, "b", text(160))
     assert second.slot is first.slot, "without a copy: there would not be room for one"
@@ -203,8 +204,8 @@ def test_what_a_released_session_held_is_taken_over_by_its_next_turn(pool: SlotP
 
 def test_what_a_released_session_held_stays_for_those_who_need_less_of_it(pool: SlotPool) -> None:
     use(pool, "a", text(80))
-    pool.release("a")
-    other = pool.lease("b", 1, 60, Text([*text(40), 999]))
+    pool.release(ScopedId("a"))
+    other = pool.lease(ScopedId("b"), 1, 60, Text([*text(40), 999]))
     assert other.slot.tokens == text(32)
     assert pool.figures().num_tokens == 80 + 32
 
@@ -212,9 +213,9 @@ def test_what_a_released_session_held_stays_for_those_who_need_less_of_it(pool: 
 def test_the_slot_to_begin_from_is_taken_over_where_there_is_no_room_for_a_copy(pool: SlotPool, clock: Clock) -> None:
     use(pool, "a", text(120))
     clock.now = 11.0
-    session = pool.lease("b", 1, 150, Text([*text(100), *text(40, 3000)]))
+    session = pool.lease(ScopedId("b"), 1, 150, Text([*text(100), *text(40, 3000)]))
     assert session.slot.tokens == text(96)
-    assert pool.get("a") is None
+    assert pool.get(ScopedId("a")) is None
     require_spelled(session)
     pool.end_call(session)
     pool.check_integrity()
@@ -229,7 +230,7 @@ def test_states_change_only_as_they_may(pool: SlotPool) -> None:
 def test_sessions_that_come_and_go_leave_nothing(pool: SlotPool, clock: Clock) -> None:
     """Those that went before anything was computed for them once stayed for good, with no rows to be evicted for."""
     for number in range(600):
-        session = pool.lease(f"s{number}", 1, 60, Text(text(5, number)))
+        session = pool.lease(ScopedId(f"s{number}"), 1, 60, Text(text(5, number)))
         match number % 3:
             case 0:
                 pool.end_call(session)
@@ -237,7 +238,7 @@ def test_sessions_that_come_and_go_leave_nothing(pool: SlotPool, clock: Clock) -
             case 1:
                 pool.end_lease(session)
             case 2:
-                pool.release(f"s{number}")
+                pool.release(ScopedId(f"s{number}"))
     pool.check_integrity()
     figures = pool.figures()
     assert len(pool) <= figures.num_held + figures.num_idle <= ROWS // 60
@@ -250,22 +251,22 @@ def test_of_too_many_idle_slots_those_unused_for_longest_go(clock: Clock, monkey
     for number in range(50):
         clock.now += 1.0
         name, tokens = f"s{number}", text(40, 1000 * number)
-        session = pool.lease(name, 1, len(tokens), Text(tokens))
+        session = pool.lease(ScopedId(name), 1, len(tokens), Text(tokens))
         pool.commit(session, range(len(tokens)), tokens)
         pool.end_call(session)
         if number % 2:
-            pool.release(name)
+            pool.release(ScopedId(name))
         if number == 30:
-            twelfth = pool.lease("s12", 1, 40, Text(text(40, 12_000)))  # which is younger than others then
+            twelfth = pool.lease(ScopedId("s12"), 1, 40, Text(text(40, 12_000)))  # which is younger than others then
             assert twelfth.slot.length == 40
             pool.end_call(twelfth)
     pool.check_integrity()
     figures = pool.figures()
     assert figures.num_held + figures.num_idle < 35
     assert figures.num_evictions > 15
-    assert pool.get("s12") is not None
-    assert pool.get("s2") is None
-    latest = pool.lease("again", 1, 40, Text(text(40, 49_000)))
+    assert pool.get(ScopedId("s12")) is not None
+    assert pool.get(ScopedId("s2")) is None
+    latest = pool.lease(ScopedId("again"), 1, 40, Text(text(40, 49_000)))
     assert latest.slot.length == 32, "texts that were used last are found"
 
 
@@ -275,13 +276,13 @@ def test_a_session_whose_slot_goes_as_it_comes_back_gets_another_one(
     monkeypatch.setattr(slot_index, "MAX_IDLE", 1)
     pool = SlotPool(Arena(10_000, 1), 10.0, clock)
     for name in ("idle", "lapsing"):
-        session = pool.lease(name, 1, 40, Text(text(40, 1000 if name == "idle" else 2000)))
+        session = pool.lease(ScopedId(name), 1, 40, Text(text(40, 1000 if name == "idle" else 2000)))
         pool.commit(session, range(40), [*session.slot.tokens, *range(40)])
         pool.end_call(session)
         if name == "idle":
             pool.end_lease(session)
     clock.now += 20.0  # with the next lease that of "lapsing" ends too, and "idle" is one too many
-    session = pool.lease("idle", 1, 40, Text(text(40, 1000)))
+    session = pool.lease(ScopedId("idle"), 1, 40, Text(text(40, 1000)))
     assert session.state is SlotState.HELD
     assert session.slot.num_rows == 40
     pool.end_call(session)

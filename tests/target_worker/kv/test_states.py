@@ -17,6 +17,7 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.session_kv import KVArena
 from bough.model.kv.states import LayerState
 from bough.model.sizes.target_limits import TargetLimits
+from bough.protocol.ids import ScopedId
 from bough.trees.tree import Tree
 from loadtest.common.tiny_model import save_model
 from target_worker.kv.slot_index import SessionSlot, Text
@@ -58,7 +59,7 @@ def say(model: StreamedModel, pool: SlotPool, name: str, tokens: list[int], tree
 
 
 def lease(pool: SlotPool, name: str, tokens: list[int]) -> SessionSlot:
-    session = pool.lease(name, 1, 150, Text(tokens))
+    session = pool.lease(ScopedId(name), 1, 150, Text(tokens))
     pool.end_call(session)
     return session
 
@@ -113,7 +114,7 @@ def test_a_prefix_is_shared_where_there_is_a_snapshot_and_the_second_session_lea
     second, third = [*PROMPT[:40], *range(60)], [*PROMPT[:35], *range(90, 120)]
     assert lease(pool, "b", second).slot.length == 0  # the first has none where the texts part
     assert torch.equal(say(model, pool, "b", second, Tree.root(4))[0], afresh(model, second, 4))
-    pool.release("a")
+    pool.release(ScopedId("a"))
     assert lease(pool, "c", third).slot.length == 32
     assert torch.equal(say(model, pool, "c", third, Tree.root(4))[0], afresh(model, third, 4))
     pool.check_integrity()
@@ -124,7 +125,7 @@ def test_no_more_sessions_are_in_use_than_there_is_memory_for_states(pool: SlotP
         lease(pool, name, PROMPT)
     with pytest.raises(Exhausted, match="the states of 2 sessions in use fill it"):
         lease(pool, "c", PROMPT)
-    pool.release("a")
+    pool.release(ScopedId("a"))
     lease(pool, "c", [5, 6])
     assert len(pool) == NUM_SLOTS
 

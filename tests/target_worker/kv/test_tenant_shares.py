@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bough.errors import Exhausted
+from bough.protocol.ids import ScopedId
 from target_worker.kv.slot_index import SessionSlot, SlotState, Text
 from target_worker.kv.slot_pool import TURN_SECONDS, SlotPool
 from tests.fakes.target import Clock, new_pool
@@ -24,7 +25,7 @@ def pool(clock: Clock) -> SlotPool:
 
 def turn(pool: SlotPool, name: str, epoch: int = 1) -> SessionSlot:
     """A turn of a session, from its only call to the answer."""
-    session = pool.lease(name, epoch, EACH, Text([]))
+    session = pool.lease(ScopedId.parse(name), epoch, EACH, Text([]))
     pool.end_call(session)
     return session
 
@@ -60,7 +61,7 @@ def test_the_tenant_that_holds_most_gives_way(pool: SlotPool, clock: Clock) -> N
     sessions = fill(pool, clock, "modest::0", "greedy::0", "greedy::1", "modest::1", "greedy::2")
     clock.now += TURN_SECONDS
     turn(pool, "new::0")
-    assert [session.session_id for session in sessions if session.state is SlotState.HELD] == [
+    assert [str(session.session_id) for session in sessions if session.state is SlotState.HELD] == [
         "modest::0",
         "greedy::1",
         "modest::1",
@@ -70,7 +71,7 @@ def test_the_tenant_that_holds_most_gives_way(pool: SlotPool, clock: Clock) -> N
 
 def test_running_sessions_do_not_give_way(pool: SlotPool, clock: Clock) -> None:
     for number in range(5):
-        pool.lease(f"greedy::{number}", 1, EACH, Text([]))
+        pool.lease(ScopedId(str(number), "greedy"), 1, EACH, Text([]))
     clock.now += TURN_SECONDS
     with pytest.raises(Exhausted):
         turn(pool, "other::a")

@@ -18,6 +18,7 @@ from bough.errors import Exhausted, InvalidRequest, NotFound, PrefixMissing, Sta
 from bough.model.batch.batch import Batch
 from bough.model.kv.session_kv import KVSlot
 from bough.protocol.cost_curve import CostCurve
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Timings, VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.sweep_times import SweepTimes
@@ -125,7 +126,7 @@ def test_a_round_that_overtakes_one_in_flight_is_refused(engine: SweepEngine, mo
     running = engine.verify(verify_call("a", list(range(40))))
     model.wait_for_sweep()
     early = engine.verify(verify_call("a", [1, 2], round_=1))
-    released = engine.release("a")
+    released = engine.release(ScopedId("a"))
     model.gate.set()
     with pytest.raises(StaleEpoch, match="round: must be 0 of epoch 1, which is in flight"):
         early.result(5)
@@ -192,10 +193,10 @@ def test_who_has_lost_a_session_cannot_release_it(engine: SweepEngine) -> None:
     """Otherwise an orchestrator that tidies up behind a broken stream would end the stream that resumed it."""
     engine.verify(verify_call("a", [5, 6], epoch=3)).result(5)
     with pytest.raises(StaleEpoch):
-        engine.release("a", epoch=2).result(5)
-    engine.release("a", epoch=3).result(5)
+        engine.release(ScopedId("a"), epoch=2).result(5)
+    engine.release(ScopedId("a"), epoch=3).result(5)
     with pytest.raises(NotFound):
-        engine.release("a", epoch=3).result(5)
+        engine.release(ScopedId("a"), epoch=3).result(5)
 
 
 def test_leases_end_with_release_or_with_time(engine: SweepEngine, clock: Clock) -> None:
@@ -203,20 +204,20 @@ def test_leases_end_with_release_or_with_time(engine: SweepEngine, clock: Clock)
         engine.verify(verify_call(session, [1])).result(5)
     with pytest.raises(Exhausted, match="KV memory: 56 tokens need 448 bytes, but 128 of 1024 are free; 2 sessions"):
         engine.verify(verify_call("c", [1])).result(5)
-    engine.release("a").result(5)
+    engine.release(ScopedId("a")).result(5)
     with pytest.raises(NotFound, match="'a' has no slot here"):
-        engine.release("a").result(5)
+        engine.release(ScopedId("a")).result(5)
     engine.verify(verify_call("c", [1])).result(5)
     clock.now = 61.0
     engine.verify(verify_call("c", [1, 2], held=1, round_=1)).result(5)
     engine.verify(verify_call("d", [1])).result(5)
-    assert engine.pool.get("b") is None, "the one that was idle longest gives way"
-    assert engine.pool.get("c") is not None
+    assert engine.pool.get(ScopedId("b")) is None, "the one that was idle longest gives way"
+    assert engine.pool.get(ScopedId("c")) is not None
 
 
 def test_a_slot_has_room_for_trees_of_the_size_that_come(engine: SweepEngine) -> None:
     engine.verify(verify_call("a", [1])).result(5)
-    session = engine.pool.get("a")
+    session = engine.pool.get(ScopedId("a"))
     assert session is not None
     assert session.slot.num_rows == LIMITS.max_context + LIMITS.rows
     chain = Tree.of(range(2, 14), range(-1, 11), [0.0] * 12)
@@ -279,7 +280,7 @@ def test_a_bogus_start_changes_nothing(engine: SweepEngine) -> None:
         with pytest.raises(PrefixMissing):
             engine.verify(verify_call("a", list(range(start + 1)), held=start, epoch=2)).result(5)
     assert engine.pool.figures() == before
-    session = engine.pool.get("a")
+    session = engine.pool.get(ScopedId("a"))
     assert session is not None
     assert session.slot.tokens == [1, 2, 3]
     assert session.epoch == 1, "who does not know what is held has not begun an epoch"
@@ -308,7 +309,7 @@ def test_passes_are_counted_when_they_end(engine: SweepEngine, model: FakeModel)
     assert (engine.num_running, engine.num_passes) == (1, before), "it is under way, however long that takes"
     model.gate.set()
     call.result(5)
-    engine.release("a").result(5)  # on the sweep thread, after the sweep
+    engine.release(ScopedId("a")).result(5)  # on the sweep thread, after the sweep
     assert engine.num_passes == before + 1
 
 
@@ -378,7 +379,7 @@ def test_calls_to_a_stopped_engine_are_refused(model: FakeModel, clock: Clock) -
     """Such a call once waited for an answer for ever."""
     with running(model, new_pool(clock)) as engine:
         engine.stop()
-        for late in (engine.verify(verify_call("a", [1, 2])), engine.release("a")):
+        for late in (engine.verify(verify_call("a", [1, 2])), engine.release(ScopedId("a"))):
             with pytest.raises(Unavailable, match="shut down"):
                 late.result(5)
         assert engine.num_waiting == 0
@@ -481,7 +482,7 @@ def test_who_asks_for_room_has_it_before_sending_anything(engine: SweepEngine) -
     with pytest.raises(Exhausted):
         engine.verify(asking("asks", text)).result(5)
     assert engine.verify(verify_call("waiting", text)).result(5).verdict.bonus_token == text[-1] + 1
-    engine.release("first").result(5)
+    engine.release(ScopedId("first")).result(5)
     with pytest.raises(PrefixMissing):
         engine.verify(asking("asks", text)).result(5)
     engine.pool.check_integrity()
@@ -493,7 +494,7 @@ def test_a_session_that_asks_for_more_room_keeps_what_it_holds(engine: SweepEngi
     with pytest.raises(PrefixMissing) as missing:
         engine.verify(asking("s", text, round_=1, epoch=2)).result(5)
     assert missing.value.held_length == 10
-    session = engine.pool.get("s")
+    session = engine.pool.get(ScopedId("s"))
     assert session is not None
     assert session.slot.num_rows >= LIMITS.max_context
     assert engine.verify(verify_call("s", text, held=10, round_=1, epoch=2)).result(5).cached_length == 10

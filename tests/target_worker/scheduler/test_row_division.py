@@ -20,6 +20,7 @@ from bough.model.batch.batch import Batch
 from bough.model.kv.session_kv import KVArena
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Timings, VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import DraftProbs, Tree
@@ -66,7 +67,7 @@ class Gated:
         self._gate.set()
         for future in futures:
             future.exception(10)
-        self.engine.release(name).result(10)
+        self.engine.release(ScopedId(name)).result(10)
         return futures
 
 
@@ -125,7 +126,7 @@ def plain_text(engine: SweepEngine, name: str, prompt: list[int], num: int) -> l
         held = len(text) - 1 if round_ else 0
         call = replace(verify_call(name, text, held, round_, max_length=40), sampling=SAMPLED)
         text.append(engine.verify(call).result(10).verdict.bonus_token)
-    engine.release(name).result(10)
+    engine.release(ScopedId(name)).result(10)
     return text
 
 
@@ -188,7 +189,9 @@ def test_what_does_not_pay_is_left_out_of_a_sweep_that_is_shared_and_only_of_tho
         gate.engine.cost = CostCurve((1, 101), (0.1, 10.1))
         gate.engine._observe_times = lambda *_: None
         calls = [shareable(name, [1], 0, 0, hopeless) for name in ("a", "b")]
-        calls.append(replace(calls[0], context=replace(calls[0].context, session_id="c"), may_leave_out=False))
+        calls.append(
+            replace(calls[0], context=replace(calls[0].context, session_id=ScopedId("c")), may_leave_out=False)
+        )
         results = [future.result() for future in gate.together(calls)]
         assert [result.left_out_nodes for result in results] == [(2, 3), (2, 3), ()]
         assert results[0].num_rows == 2 + 2 + 4

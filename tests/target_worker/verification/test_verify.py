@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from bough.errors import InvalidTree, Unavailable
 from bough.model.sampling.sampler import TokenCounts, adjusted, probabilities
+from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, Verdict, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import DraftProbs, Tree, normalised
@@ -124,7 +125,7 @@ def test_a_second_chance_is_taken_from_what_the_first_left() -> None:
 
 
 def verdict_of(tree: Tree, scheme: Scheme, params: SamplingParams, logits: np.ndarray) -> Verdict:
-    context = Context.of("s", [*range(4), int(tree.tokens[0])], 0, 5)
+    context = Context.of(ScopedId("s"), [*range(4), int(tree.tokens[0])], 0, 5)
     call = VerifyCall(context, 1, 0, tree, params, scheme)
     return compute_verdict(call, list(range(4)), lambda path: logits[path[-1]])
 
@@ -146,7 +147,7 @@ def test_no_stop_token_is_drawn_too_early(scheme: Scheme, min_tokens: int, accep
     logits = np.array([[0.0, 0.1, 5.0, 0.2, 6.0]] * 2)
     params = SamplingParams(temperature=0.0, stop_token_ids=frozenset({4, 3}), min_tokens=min_tokens)
     tree = one_level([2], (np.array([2], np.int32), np.ones(1, np.float32)))
-    call = VerifyCall(Context.of("s", [*range(4), 0], 0, 5), 1, 0, tree, params, scheme)
+    call = VerifyCall(Context.of(ScopedId("s"), [*range(4), 0], 0, 5), 1, 0, tree, params, scheme)
     for best_after in (lambda _: None, lambda path: int(logits[path[-1]].argmax())):
         verdict = compute_verdict(call, list(range(4)), lambda path: logits[path[-1]], best_after)
         assert (list(verdict.accepted_nodes), verdict.bonus_token) == (accepted, bonus)

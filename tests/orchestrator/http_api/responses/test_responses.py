@@ -25,6 +25,7 @@ from bough.protocol.generation import (
     Tools,
     Usage,
 )
+from bough.protocol.ids import ScopedId
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.body import parse
@@ -174,7 +175,7 @@ async def broken_by(door: HttpStack, end: Any, **asked: Any) -> list[Json]:
 
 async def test_an_error_half_way_is_the_last_event(door: HttpStack) -> None:
     async def close(_: str) -> None:
-        await door.stack.requests.close_session("closed half-way")
+        await door.stack.requests.close_session(ScopedId("closed half-way"))
 
     last = (await broken_by(door, close, session_id="closed half-way"))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
@@ -185,7 +186,7 @@ async def test_an_error_half_way_is_the_last_event(door: HttpStack) -> None:
 
 async def test_an_aborted_request_is_a_cancelled_response(door: HttpStack) -> None:
     async def abort(response_id: str) -> None:
-        door.stack.requests.abort(response_id)
+        door.stack.requests.abort(ScopedId(response_id))
 
     last = (await broken_by(door, abort))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "cancelled")
