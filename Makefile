@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # Bytecode is written even where the environment says not to: each of hundreds of processes would compile torch again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo serve test test-fast test-cluster check loadtest bench-docs proto clean help
+.PHONY: demo serve test test-fast test-long test-cluster check loadtest bench-docs proto clean help
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -23,15 +23,19 @@ serve: $(READY)  ## the demonstration under Ray Serve, until Ctrl-C; SIMULATE=PR
 
 # Five tests at once on two processors: many wait for processes to start and end. All compute with as many threads as there are
 # processors, so threads that wait make room sooner than in service (docs/decisions/022-threads.md).
-test: $(READY)  ## the whole suite
+test: $(READY)  ## the suite, in eight minutes on two processors
 	@$(BIN)/python -m tests.compile_kernels
 	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 5 --dist worksteal
 
 test-fast: $(READY)  ## the tests of single parts, in two minutes
 	@$(BIN)/python -m tests.compile_kernels
-	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 4 --dist worksteal -m 'unit and not slow'
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 4 --dist worksteal -m 'unit and not slow and not long'
 
-test-cluster: $(READY)  ## what the suite leaves out: make loadtest, and Ray clusters, one of three hosts in network namespaces; minutes, and root
+test-long: $(READY)  ## what the suite leaves out for its time; TESTS names folders
+	@$(BIN)/python -m tests.compile_kernels
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 5 --dist worksteal -m long $(TESTS)
+
+test-cluster: $(READY)  ## make loadtest, and Ray clusters, one of three hosts in network namespaces; minutes, and root
 	@$(BIN)/python -m pytest -m cluster tests/deploy tests/loadtest/locust
 
 check: $(READY)  ## formatting, lint, types, import rules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Set
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import WITHOUT_TORCH
+from tests.long_tests import COVERS
 
 pytestmark = pytest.mark.slow
 
@@ -138,6 +140,13 @@ def test_tests_of_what_needs_no_torch_load_none() -> None:
     files = [file for folder in sorted(WITHOUT_TORCH) for file in python_files(f"tests/{folder}")]
     modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
     assert not loaded_by("tests.conftest", *modules) & {"torch", "transformers"}
+
+
+def test_ci_knows_every_folder_of_long_tests() -> None:
+    """A folder that it does not know would never be run; one without such tests would fail the run."""
+    marked = [file for file in python_files("tests") if re.search(r"mark\.long\b|long_but\(", file.read_text())]
+    folders = {"/".join(file.relative_to(ROOT).parts[:2]) for file in marked if file.parent.name != "fakes"}
+    assert folders - {"tests/test_layout.py"} == set(COVERS)
 
 
 def test_llguidance_runs_in_processes_of_its_own() -> None:

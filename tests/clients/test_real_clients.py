@@ -1,7 +1,7 @@
 """Clients that others wrote, as their users call them, against a bough that runs beside them: extra `clients`.
 
 Each runs in a process of its own: what it imports, patches and warns of is not the tests' business. These are
-forked from one that has imported the libraries that most of them use, and nothing else.
+forked from one that has imported the library that most of them use, and nothing else.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Python:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
-    command = [sys.executable, "-c", FORKS, *(name for name in ("openai", "langchain_openai") if find_spec(name))]
+    command = [sys.executable, "-c", FORKS, *(["openai"] if find_spec("openai") else [])]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT) as process:
         yield Python(process, tmp_path_factory.mktemp("python"))
@@ -341,8 +341,8 @@ asyncio.run(main())
     [
         pytest.param(TOOLS, marks=needs("openai"), id="openai"),
         pytest.param(RESPONSE_TOOLS, marks=needs("openai"), id="openai-responses"),
-        pytest.param(LANGCHAIN_TOOLS, marks=needs("langchain_openai"), id="langchain-openai"),
-        pytest.param(AGENTS, marks=needs("agents"), id="openai-agents"),
+        pytest.param(LANGCHAIN_TOOLS, marks=[needs("langchain_openai"), pytest.mark.long], id="langchain-openai"),
+        pytest.param(AGENTS, marks=[needs("agents"), pytest.mark.long], id="openai-agents"),
     ],
 )
 async def test_tools_are_called_and_their_results_taken(tiny_cluster: Cluster, python: Python, code: str) -> None:
@@ -406,8 +406,8 @@ def model_of(served: Served) -> str:
 @pytest.mark.parametrize(
     "code",
     [
-        pytest.param(LANGCHAIN, marks=needs("langchain_openai"), id="langchain-openai"),
-        pytest.param(LITELLM, marks=needs("litellm"), id="litellm"),
+        pytest.param(LANGCHAIN, marks=[needs("langchain_openai"), pytest.mark.long], id="langchain-openai"),
+        pytest.param(LITELLM, marks=[needs("litellm"), pytest.mark.long], id="litellm"),
     ],
 )
 def test_libraries_built_on_it(served: Served, python: Python, code: str) -> None:
@@ -415,6 +415,7 @@ def test_libraries_built_on_it(served: Served, python: Python, code: str) -> Non
     python.check(code, served.base_url, model_of(served))
 
 
+@pytest.mark.long
 @needs("llm")
 def test_llm(served: Served, tmp_path: Path) -> None:
     """Simon Willison's command, with the model in its extra-openai-models.yaml."""
@@ -429,6 +430,7 @@ def test_llm(served: Served, tmp_path: Path) -> None:
     assert done.stdout.split(), "words of the simulated text, of which some are long"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("grpcurl", path=ENVIRONMENT["PATH"]) is None, reason="grpcurl is not installed")
 def test_grpcurl(served: Served) -> None:
     """By reflection alone: services are listed, and a call made, without a .proto file at hand."""

@@ -20,13 +20,15 @@ from draft_worker.model.sources import with_weights
 from loadtest.common.packed_model import pack
 from loadtest.common.tiny_model import save_model
 from tests.fakes.gpu.pretend import device, notes, pretending
-from tests.fakes.model.families import FAMILIES, MIXTURES, of_two_layers
+from tests.fakes.model.families import FAMILIES, KINDS, MIXTURES, of_two_layers
 from tests.fakes.model.packed_files import in_words
 from tests.fakes.models import CPU
+from tests.fakes.tiers import long_but
 from tests.model.running.test_cuda_graphs import batch_of, run_again, slots_in
 
 SIZES = ((5, 0), (1, 30), (20, 20), (0, 1))
 RECURRENT = "qwen3.5, recurrent layers"
+OTHERS = [name for name in FAMILIES if "recurrent" not in name]
 
 
 def captured(act: Callable[[], torch.Tensor]) -> Captured:
@@ -61,7 +63,7 @@ def logits_of(folder: Path, where: torch.device, has_graphs: bool, stays_packed:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*(name for name in FAMILIES if "recurrent" not in name), RECURRENT])
+@pytest.mark.parametrize("family", [*long_but(KINDS[:-1], OTHERS), RECURRENT])
 def test_steps_are_captured_and_right(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for mixtures', whose experts wait for what their router says, and recurrent ones, whose steps are others each
     time: these are launched kernel by kernel.

@@ -26,14 +26,15 @@ from tests.fakes.gpu.device_sweeps import (
 )
 from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.gpu.pretend_streams import ALWAYS, NEVER
-from tests.fakes.model.families import FAMILIES, MIXTURES, of_two_layers
+from tests.fakes.model.families import FAMILIES, KINDS, MIXTURES, of_two_layers
 from tests.fakes.model.packed_files import in_words
+from tests.fakes.tiers import long_but
 
 OTHER_MIXTURES = [name for name in MIXTURES if not hasattr(FAMILIES[name], "kv_lora_rank")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", long_but(KINDS, FAMILIES))
 def test_every_family_gives_what_the_cpu_gives(family: str, tmp_path: Path) -> None:
     """On a device whose memory is NaN wherever nobody has written."""
     folder = save_model(tmp_path / "model", of_two_layers(family))
@@ -50,7 +51,7 @@ def test_embeddings_that_stay_on_the_host_are_scaled_there(family: str, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", OTHER_MIXTURES)
+@pytest.mark.parametrize("family", long_but(["mixtral"], OTHER_MIXTURES))
 def test_experts_that_come_when_they_are_chosen(family: str, tmp_path: Path) -> None:
     """Copied from the host's memory as late as may be."""
     folder = save_model(tmp_path / "model", of_two_layers(family))
@@ -91,7 +92,7 @@ def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", OTHER_MIXTURES)
+@pytest.mark.parametrize("family", long_but(["qwen2 moe, shared expert"], OTHER_MIXTURES))
 def test_experts_come_to_one_device_while_another_holds_whole_layers(family: str, tmp_path: Path) -> None:
     """In the bits of one device that has all layers whole, as late as may be and by chance, wherever KV is."""
     folder = save_model(tmp_path / "model", FAMILIES[family])

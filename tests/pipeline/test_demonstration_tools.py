@@ -59,6 +59,7 @@ async def test_a_tool_is_called_and_its_result_is_answered(client: Any) -> None:
     assert answer.choices[0].message.content
 
 
+@pytest.mark.long
 async def test_without_a_demand_the_model_decides(client: Any) -> None:
     model = (await client.models.list()).data[0].id
     answer = await client.chat.completions.create(
@@ -68,6 +69,7 @@ async def test_without_a_demand_the_model_decides(client: Any) -> None:
     assert message.content or message.tool_calls
 
 
+@pytest.mark.long
 async def test_an_agent_has_a_round_trip_of_a_tool(client: Any) -> None:
     agents = pytest.importorskip("agents", reason="extra `clients`")
     agents.set_tracing_disabled(True)

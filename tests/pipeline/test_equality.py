@@ -17,6 +17,7 @@ from bough.client import Client
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Constraint, Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
 from bough.trees.tree_plan import Scheme, StaticShape
+from tests.fakes.tiers import long_but
 
 # A passage that comes back, so that there is something to look up.
 PROMPT = TokenPrompt((*range(40, 56), *range(60, 72), *range(40, 56)))
@@ -60,8 +61,8 @@ REQUESTS = {
     "sampled, JSON": replace(SAMPLED, ignore_eos=False, seed=6, constraint=RECORDS, frequency_penalty=0.2, top_p=0.9),
     "hot": replace(SAMPLED, temperature=1.6, seed=5, stop_token_ids=frozenset(range(3, 262, 20))),
 }
-
-
+# Parameters of which other requests have every one too.
+PARTS = ("greedy, penalties", "sampled, no end before", "top-k", "top-p", "min-p", "hot")
 TWO_WORDS = {65: 50.0, 66: 50.0}  # whoever says no others has said most before
 REPEATING = {
     "greedy": replace(GREEDY, max_tokens=60, logit_bias=TWO_WORDS, logprobs=2),
@@ -113,7 +114,7 @@ async def require_equal(client: Client, options: GenerateOptions) -> tuple[Outpu
     return plain, {name: finished for name, (_, finished) in zip(WAYS, runs, strict=True)}
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", long_but([name for name in REQUESTS if name not in PARTS], REQUESTS))
 async def test_every_way_to_speculate_gives_what_plain_decoding_gives(client: Client, name: str) -> None:
     options = REQUESTS[name]
     plain, ends = await require_equal(client, options)
@@ -145,7 +146,7 @@ async def test_a_stop_text_ends_every_way_at_the_same_place(client: Client, temp
     assert whole.token_ids[: len(stopped.token_ids)] == stopped.token_ids
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 async def test_nothing_ends_before_so_many_tokens_any_way_and_then_what_is_drawn_does(
     client: Client, temperature: float
 ) -> None:

@@ -28,12 +28,14 @@ from target_worker.verification.verdict import compute_verdict, distributions_af
 from target_worker.verification.verify import Draw, conditional_distribution, draws_at
 from tests.fakes.chi_square import fit, tail
 from tests.fakes.draft_weights import draft_weights
+from tests.fakes.tiers import long_but
 
 VOCAB = 5
 LENGTH = 3  # tokens whose joint law is compared
-NUM_DRAWS = 200_000  # sequences for each case of the grid
-NUM_SEEDS = 50_000  # whose noise, for several tokens each, makes so many draws
-MAX_ERROR, NUM_TESTS = 1e-6, 610
+NUM_DRAWS = 200_000  # sequences for each case of the grid, in `make test-long`
+FEW_DRAWS = 20_000  # in the suite
+PARTS = 4  # tokens whose noise is taken of each seed and position, as that of so many seeds
+MAX_ERROR, NUM_TESTS = 1e-6, 1100
 NUM_SERVED_TESTS = 8  # of them in `test_exactness_served`
 FILTERS = ({}, {"top_p": 0.8}, {"top_k": 3}, {"top_p": 0.9, "top_k": 4})
 DRAFTS = ("good", "bad", "disjoint", "one-hot", "truncated")
@@ -190,42 +192,45 @@ def worst_fit(texts: Counter[Text], world: World) -> float:
 GRID = list(itertools.product(SAMPLED, (0.3, 0.8, 1.2), DRAFTS, range(len(FILTERS))))
 TARGET_GRID = list(itertools.product((0.3, 0.8, 1.2), range(len(FILTERS))))
 ALLOWED = MAX_ERROR / NUM_TESTS
-assert 3 * len(GRID) + 3 * len(TARGET_GRID) + 22 + NUM_SERVED_TESTS <= NUM_TESTS
+assert 2 * (3 * len(GRID) + 3 * len(TARGET_GRID) + 22) + NUM_SERVED_TESTS <= NUM_TESTS
+DRAWS = pytest.mark.parametrize("num_draws", long_but([FEW_DRAWS], [FEW_DRAWS, NUM_DRAWS]))
 
 
+@DRAWS
 @pytest.mark.parametrize(("scheme", "temperature", "kind", "filters"), GRID)
 def test_the_law_of_three_tokens_is_that_of_plain_sampling(
-    scheme: Scheme, temperature: float, kind: str, filters: int
+    scheme: Scheme, temperature: float, kind: str, filters: int, num_draws: int
 ) -> None:
     params = SamplingParams(temperature=temperature, **FILTERS[filters])
     world = World(params, kind, seed=10 * DRAFTS.index(kind) + filters)
-    texts = sample_texts(world, scheme, NUM_DRAWS)
-    assert sum(texts.values()) == NUM_DRAWS
+    texts = sample_texts(world, scheme, num_draws)
+    assert sum(texts.values()) == num_draws
     assert worst_fit(texts, world) > ALLOWED
 
 
-@pytest.fixture(scope="module")
-def noise() -> np.ndarray:
-    """(NUM_DRAWS, LENGTH, VOCAB) at the first positions of a text: NUM_SEEDS seeds', and that of their next tokens."""
-    positions, parts = range(1, LENGTH + 1), NUM_DRAWS // NUM_SEEDS
-    drawn = [[gumbel_noise(seed, position, parts * VOCAB) for position in positions] for seed in range(NUM_SEEDS)]
-    by_part = np.reshape(drawn, (NUM_SEEDS, LENGTH, parts, VOCAB)).transpose(2, 0, 1, 3)
-    return by_part.reshape(NUM_DRAWS, LENGTH, VOCAB)
+@cache
+def noise(num_draws: int) -> np.ndarray:
+    """(num_draws, LENGTH, VOCAB) at the first positions of a text: that of seeds, and that of their next tokens."""
+    positions, num_seeds = range(1, LENGTH + 1), num_draws // PARTS
+    drawn = [[gumbel_noise(seed, position, PARTS * VOCAB) for position in positions] for seed in range(num_seeds)]
+    by_part = np.reshape(drawn, (num_seeds, LENGTH, PARTS, VOCAB)).transpose(2, 0, 1, 3)
+    return by_part.reshape(num_draws, LENGTH, VOCAB)
 
 
+@DRAWS
 @pytest.mark.parametrize(("temperature", "filters"), TARGET_GRID)
 def test_the_law_of_the_target_scheme_is_that_of_its_random_numbers(
-    temperature: float, filters: int, noise: np.ndarray
+    temperature: float, filters: int, num_draws: int
 ) -> None:
     """Its tokens are plain decoding's, seed by seed (test_equality.py): so these alone could make it wrong."""
     params = SamplingParams(temperature=temperature, **FILTERS[filters])
     world = World(params, "good", seed=filters)
-    seeds: dict[Text, np.ndarray] = {(): np.arange(NUM_DRAWS)}  # by what each seed's text is so far
+    seeds: dict[Text, np.ndarray] = {(): np.arange(num_draws)}  # by what each seed's text is so far
     for index in range(LENGTH):
         for text in list(seeds):
             logits, own = filtered(world.logits(text), params), seeds.pop(text)
-            tokens = (logits + noise[own, index]).argmax(1)
-            some = own[own < NUM_SEEDS][:20].tolist()
+            tokens = (logits + noise(num_draws)[own, index]).argmax(1)
+            some = own[own < num_draws // PARTS][:20].tolist()
             assert tokens[: len(some)].tolist() == [_noisiest(logits, seed, index + 1) for seed in some]
             seeds.update({(*text, token): own[tokens == token] for token in np.unique(tokens).tolist()})
     assert worst_fit(Counter({text: len(own) for text, own in seeds.items()}), world) > ALLOWED
@@ -286,7 +291,7 @@ def laws_by_traversal(traversal: type[Traversal]) -> Laws:
 def test_a_wrong_law_is_found_out(laws: Laws, scheme: Scheme) -> None:
     """The test of the tests above: what is wrong by a line does not pass."""
     world = World(SamplingParams(temperature=0.8), "bad", seed=1)
-    assert worst_fit(sample_texts(world, scheme, NUM_DRAWS, laws), world) < ALLOWED
+    assert worst_fit(sample_texts(world, scheme, FEW_DRAWS, laws), world) < ALLOWED
 
 
 class Round(NamedTuple):
@@ -329,12 +334,13 @@ def same_numbers(seed: int, round_: int, index: int) -> np.random.Generator:
     return generator(seed, 0, index)
 
 
+@pytest.mark.parametrize("num_seeds", long_but([1_000], [1_000, 4_000]))
 @pytest.mark.parametrize("scheme", list(Scheme))
-def test_the_engines_own_rounds_follow_the_law_over_seeds(scheme: Scheme) -> None:
+def test_the_engines_own_rounds_follow_the_law_over_seeds(scheme: Scheme, num_seeds: int) -> None:
     """Everything for real, numbers included; the grid above draws from numpy's."""
     world = World(SamplingParams(temperature=0.8, top_p=0.9), "bad", seed=3)
     texts: Counter[Text] = Counter()
-    for seed in range(4_000):
+    for seed in range(num_seeds):
         tokens = itertools.chain.from_iterable(r.tokens for r in play(world, scheme, seed, own_numbers))
         texts[tuple(itertools.islice(tokens, LENGTH))] += 1
     assert worst_fit(texts, world) > ALLOWED
@@ -351,11 +357,13 @@ def dependence(pairs: list[tuple[Round, Round]]) -> float:
 
 
 @pytest.mark.parametrize("scheme", SAMPLED)
-@pytest.mark.parametrize("rng_of", [own_numbers, same_numbers])
-def test_successive_rounds_are_independent(scheme: Scheme, rng_of: RngOf) -> None:
+@pytest.mark.parametrize(
+    ("rng_of", "num_sessions"),
+    [(same_numbers, 300), (own_numbers, 1_000), pytest.param(own_numbers, 3_000, marks=pytest.mark.long)],
+)
+def test_successive_rounds_are_independent(scheme: Scheme, rng_of: RngOf, num_sessions: int) -> None:
     """In a world without memory a round says nothing of the next, unless numbers are used twice."""
     world = World(SamplingParams(temperature=0.8), "bad", seed=4, num_seen=0)
-    num_sessions = 3_000 if rng_of is own_numbers else 300  # which shows at once
     sessions = (itertools.islice(play(world, scheme, seed, rng_of), 2) for seed in range(num_sessions))
     chance = dependence([(first, second) for first, second in sessions])
     assert chance > ALLOWED if rng_of is own_numbers else chance < ALLOWED

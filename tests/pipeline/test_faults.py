@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import IO
 
@@ -26,6 +27,7 @@ from tests.fakes.fleet import FakeDraft, Fleet
 from tests.fakes.processes.bough_up import bough_up_command
 from tests.fakes.simulated import simulated_settings, write_profile
 from tests.fakes.streams import OPTIONS, PROMPT, Seen, expected, read
+from tests.fakes.tiers import long_but
 from tests.fakes.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.chaos
@@ -257,8 +259,10 @@ def read_until(stream: IO[bytes] | None, text: bytes, process: subprocess.Popen[
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("when", ["it begins", "its workers load", "it serves"])
+SIGNALS, MOMENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL), ("it serves", "it begins", "its workers load")
+
+
+@pytest.mark.parametrize(("number", "when"), long_but(zip(SIGNALS, MOMENTS, strict=True), product(SIGNALS, MOMENTS)))
 async def test_bough_up_leaves_no_process_behind(tiny: Path, tmp_path: Path, number: signal.Signals, when: str) -> None:
     """Gently or not; only workers with weights have something to load."""
     marker = tmp_path / "marked"

@@ -15,6 +15,7 @@ from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
 from bough.trees.tree_plan import Scheme, StaticShape
 from orchestrator.assembly import assembled
+from tests.fakes.tiers import long_but
 from tests.fakes.waiting import until
 
 PASSAGE = tuple(range(40, 60))
@@ -25,6 +26,8 @@ SIZE = Speculation(budget=32)  # where rounds are counted: a size that is chosen
 GREEDY = GenerateOptions(max_tokens=60, temperature=0.0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, seed=5)
 PENALISED = replace(SAMPLED, repetition_penalty=1.2, frequency_penalty=0.2, logit_bias={45: 3.0}, logprobs=1)
+
+OPTIONS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def output(rounds: list[Tokens]) -> list[tuple[int, object]]:
     return list(zip(ids, logprobs, strict=True))
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("options", long_but([PENALISED], OPTIONS.values()), ids=OPTIONS)
 async def test_the_output_is_plain_decodings(draftless: Client, drafting: Client, options: GenerateOptions) -> None:
     plain, _ = await generate(draftless, replace(options, speculation=PLAIN))
     runs = await asyncio.gather(

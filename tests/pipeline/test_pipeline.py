@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,16 +20,34 @@ from bough.protocol.generation import Finished, GenerateOptions, Speculation, Te
 from bough.tokenization.tokenizer import Tokenizer
 from loadtest.common.prompts import load_prompts
 from tests.conftest import pipeline, settings
+from tests.fakes.tiers import long_but
 
 # Shallow trees: on two cores the draft steps of many sessions are most of the time that these tests take.
-# Large trees take most of it, so fewer sessions have them, and shorter ones, unless BOUGH_ALL_PROMPTS is set.
-ALL_PROMPTS = bool(os.environ.get("BOUGH_ALL_PROMPTS"))
-NUM_PROMPTS, LENGTH = (12, 64) if ALL_PROMPTS else (3, 32)
-NUM_PROMPTS_OF = {} if ALL_PROMPTS else {"1": 2, "64": 2, "256": 1}
-LENGTH_OF = {} if ALL_PROMPTS else {"256": 20}
 SIZES = {str(budget): Speculation(budget=budget, width=32, depth=4) for budget in (1, 16, 64, 256)}
 WAYS = {"none": Speculation(disabled=True), "self-sized": Speculation(), **SIZES}
-GREEDY = GenerateOptions(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+GREEDY = GenerateOptions(temperature=0.0, max_tokens=32, ignore_eos=True)
+
+
+class Load(NamedTuple):
+    """Prompts and tokens of each way to speculate. Large trees take most of the time, and may have fewer of both."""
+
+    num_prompts: int
+    length: int
+    counts: Mapping[str, int]
+    lengths: Mapping[str, int]
+
+    def options(self, options: GenerateOptions, way: str) -> GenerateOptions:
+        return replace(options, speculation=WAYS[way], max_tokens=self.lengths.get(way, self.length))
+
+    def count(self, way: str) -> int:
+        return self.counts.get(way, self.num_prompts)
+
+
+FEW = Load(2, 24, {"1": 1, "64": 1, "256": 1}, {"64": 16, "256": 8})
+MANY = Load(3, 32, {"1": 2, "64": 2, "256": 1}, {"256": 20})
+if os.environ.get("BOUGH_ALL_PROMPTS"):
+    MANY = Load(12, 64, {}, {})  # minutes
+LOADS = {"few prompts": FEW, "many prompts": MANY}
 
 
 @pytest.fixture(scope="module")
@@ -54,29 +73,18 @@ async def client(cluster: Cluster) -> AsyncIterator[Client]:
 @pytest.fixture(scope="module")
 def prompts(smollm: Path) -> list[list[int]]:
     tokenizer = Tokenizer(load_tokenizer_files(smollm))
-    return [tokenizer.encode_chat([("user", text)]) for text in load_prompts()[:NUM_PROMPTS]]
+    return [tokenizer.encode_chat([("user", text)]) for text in load_prompts()[: MANY.num_prompts]]
 
 
-@pytest.fixture(scope="module")
-def expected(smollm: Path, prompts: list[list[int]]) -> list[list[int]]:
+def generated(smollm: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """transformers' own greedy text on the same weights, float32."""
     model = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
     length = max(map(len, prompts))
     padded = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    greedy = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    greedy = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     output: list[list[int]] = model.generate(padded, attention_mask=mask, **greedy)[:, length:].tolist()
     return output
-
-
-def count_of(name: str) -> int:
-    """Prompts that a way to speculate is tried with."""
-    return NUM_PROMPTS_OF.get(name, NUM_PROMPTS)
-
-
-def length_of(name: str) -> int:
-    """Tokens that it goes on for."""
-    return LENGTH_OF.get(name, LENGTH)
 
 
 async def tokens_for(client: Client, prompt: list[int], options: GenerateOptions) -> list[int]:
@@ -95,26 +103,28 @@ async def all_tokens(client: Client, prompts: list[list[int]], options: Generate
     return list(await asyncio.gather(*(tokens_for(client, prompt, options) for prompt in prompts)))
 
 
+@pytest.mark.parametrize("load", long_but([FEW], LOADS.values()), ids=LOADS)
 async def test_greedy_output_is_that_of_generate(
-    client: Client, prompts: list[list[int]], expected: list[list[int]]
+    client: Client, smollm: Path, prompts: list[list[int]], load: Load
 ) -> None:
     """Of trees of every size, in sweeps that all of them share."""
-    options = {name: replace(GREEDY, speculation=way, max_tokens=length_of(name)) for name, way in WAYS.items()}
-    asked = (all_tokens(client, prompts[: count_of(name)], own) for name, own in options.items())
+    expected = generated(smollm, prompts[: load.num_prompts], load.length)
+    options = {name: load.options(GREEDY, name) for name in WAYS}
+    asked = (all_tokens(client, prompts[: load.count(name)], own) for name, own in options.items())
     outputs = dict(zip(options, await asyncio.gather(*asked), strict=True))
-    assert outputs == {name: [tokens[: length_of(name)] for tokens in expected[: count_of(name)]] for name in WAYS}
+    wanted = {name: [tokens[: own.max_tokens] for tokens in expected] for name, own in options.items()}
+    assert outputs == {name: tokens[: load.count(name)] for name, tokens in wanted.items()}
 
 
 async def test_sampled_output_is_the_same_for_every_size(client: Client, prompts: list[list[int]]) -> None:
-    sampled = replace(GREEDY, temperature=0.8, seed=2024, max_tokens=24)
+    sampled = replace(GREEDY, temperature=0.8, seed=2024, max_tokens=16)
     options = {name: replace(sampled, speculation=way) for name, way in WAYS.items()}
     options["another seed"] = replace(options["none"], seed=2025)
-    counts = {name: count_of(name) // 2 for name in options}
-    asked = (all_tokens(client, prompts[: counts[name]], own) for name, own in options.items())
-    outputs = dict(zip(options, await asyncio.gather(*asked), strict=True))
-    plain, other_seed = outputs["none"], outputs.pop("another seed")
-    assert outputs == {name: plain[: counts[name]] for name in outputs}
-    assert all(mine != theirs for mine, theirs in zip(other_seed, plain, strict=True))
+    outputs = await asyncio.gather(*(tokens_for(client, prompts[0], own) for own in options.values()))
+    texts = dict(zip(options, outputs, strict=True))
+    plain, other_seed = texts["none"], texts.pop("another seed")
+    assert texts == dict.fromkeys(texts, plain)
+    assert other_seed != plain
 
 
 async def test_speculation_accepts_several_tokens_a_round(client: Client, prompts: list[list[int]]) -> None:

@@ -34,7 +34,7 @@ OPTIONS = GenerateOptions(max_tokens=25, ignore_eos=True, temperature=0.8)
 SECONDS_BETWEEN = 3.0  # restarts; a target lives long enough for some rounds, or losses in a row would be certain
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 async def test_requests_that_wait_for_kv_outlast_restarts(tmp_path: Path, signal_number: int) -> None:
     """Refused connections and polls for room counted as failures of the request: 8 of 14 ended as INTERNAL."""
     profile = write_profile(tmp_path, target=SLOW, clock_scale=1)

@@ -67,6 +67,7 @@ def test_a_link_that_is_the_limit_serves_all_riders_of_a_sweep() -> None:
     assert report.link_busy == pytest.approx(1.0, rel=0.01)
 
 
+@pytest.mark.long
 def test_where_computing_is_the_limit_users_bring_no_more() -> None:
     profile = profile_of(kind="hostile", compute_row_seconds=0.1)
     few, many = (simulate(Scenario(profile, num_users=users, kinds=(RequestKind(1, 60),))) for users in (4, 16))
@@ -78,6 +79,7 @@ def test_where_computing_is_the_limit_users_bring_no_more() -> None:
     assert many.nodes == 1, "a hostile draft is not asked"
 
 
+@pytest.mark.long
 def test_ten_targets_serve_ten_times_as_much() -> None:
     profile = profile_of(link_seconds=1.0, compute_row_seconds=0.01)
     one = simulate(Scenario(profile, num_users=6, kinds=(RequestKind(50, 100),)))
@@ -98,7 +100,7 @@ def test_who_finds_no_place_waits_as_long_as_little_says() -> None:
     assert whole.waiting_users == pytest.approx(3, rel=0.1), "simulated, every one of them"
 
 
-@pytest.mark.parametrize("kv_tokens", [1400, 5000])
+@pytest.mark.parametrize("kv_tokens", [1400, pytest.param(5000, marks=pytest.mark.long)])
 def test_all_requests_end_however_little_room_there_is(kv_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And slots never overlap: the target's own pool checks them after every answer."""
     end_call = SlotPool.end_call
@@ -132,6 +134,7 @@ def test_all_at_once_is_measured_from_the_start() -> None:
     assert report.tokens_per_second == pytest.approx(3 * 2 * 20 / 40)
 
 
+@pytest.mark.long
 def test_a_link_that_slows_down_in_mid_run_is_felt() -> None:
     profile = profile_of(link_seconds=1.0)
     slowed = parse_profile(
@@ -182,18 +185,19 @@ def test_what_more_targets_bring_is_not_what_numbers_are_rounded_by() -> None:
 
 def test_a_run_that_is_too_long_ends_and_is_told_to_be_incomplete() -> None:
     profile = profile_of(link_seconds=1.0)
-    scenario = Scenario(profile, num_users=20, num_drafts=0, kinds=(RequestKind(5, 50),), max_rounds=20 * 62)
+    scenario = Scenario(profile, num_users=5, num_drafts=0, kinds=(RequestKind(5, 50),), max_rounds=5 * 62)
     report = simulate(scenario)
     assert not report.is_complete
     assert report.num_requests >= 4
-    assert report.tokens_per_second == pytest.approx(20.0, rel=0.1)
+    assert report.tokens_per_second == pytest.approx(5.0, rel=0.1)
     assert report.tpot.p50 == pytest.approx(1.0)
-    with pytest.raises(ConfigError, match=r"^--users: must be fewer, .* within the \d+ rounds .*; got 20 users of 1 t"):
-        simulate(replace(scenario, max_rounds=20 * 20))
+    with pytest.raises(ConfigError, match=r"^--users: must be fewer, .* within the \d+ rounds .*; got 5 users of 1 t"):
+        simulate(replace(scenario, max_rounds=5 * 20))
     (bought,) = (each for each in purchases(scenario, report) if each.name == "a link 2 times as fast")
     assert bought.throughput_gain > 0.8
 
 
+@pytest.mark.long
 def test_what_to_buy_is_told_with_what_it_brings() -> None:
     scenario = Scenario(profile_of(link_seconds=4.0, compute_row_seconds=0.01), kinds=(RequestKind(5, 30),))
     now = simulate(scenario)

@@ -133,6 +133,15 @@ FAMILIES: dict[str, PretrainedConfig] = {
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MIXTURES = [name for name, config in FAMILIES.items() if any(hasattr(config, count) for count in COUNTS)]
 
+# One of each kind of layer: plain, with windows, mixtures, latents, and recurrent.
+KINDS = [
+    "llama",
+    "gemma2, soft-capping, alternating windows",
+    "mixtral",
+    "deepseek v3, yarn",
+    "qwen3 next, recurrent layers",
+]
+
 
 def of_two_layers(family: str) -> PretrainedConfig:
     """The family's model of two of its layers, which are of all kinds that it has."""

@@ -43,6 +43,7 @@ def runs() -> list[RunRecord]:
     return [*alone, RunRecord(4, ROUND * ANSWER / (TOKENS - 1), tuple(stream_of(prompt, 4) for prompt in range(4)))]
 
 
+@pytest.mark.long
 def test_rounds_on_the_papers_hardware_take_what_they_took() -> None:
     found = papers()
     assert found["worst_round_error"] < 0.07
@@ -94,6 +95,7 @@ def test_files_that_are_something_else_are_refused(tmp_path: Path) -> None:
         compare(runs(), fit(runs()[:2], load_profile("two-cores")), 1.0, is_sized=False)
 
 
+@pytest.mark.long
 def test_the_command_ends_with_one_json_line() -> None:
     done = subprocess.run([sys.executable, "-m", "loadtest.capacity"], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["papers"]["worst_round_error"] < 0.07

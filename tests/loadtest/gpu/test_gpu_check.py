@@ -106,6 +106,7 @@ def test_a_demonstration_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatc
     assert (found["is_same"], found["error"]) == (False, ended.stderr)
 
 
+@pytest.mark.long
 def test_a_dry_run_goes_through_everything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -16,6 +16,8 @@ from loadtest.sessions import tenants
 from loadtest.sessions.rounds_file import read_runs
 from tests.fakes.simulated import write_profile
 
+pytestmark = pytest.mark.long
+
 SCALE, LINK = 100, 0.4  # simulated seconds in a real one; of a sweep
 
 

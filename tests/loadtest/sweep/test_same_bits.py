@@ -20,6 +20,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return ended.value.code
 
 
+@pytest.mark.long
 def test_a_tree_has_the_bits_that_it_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Sweeps really run in it, in processes of their own."""
     monkeypatch.setattr(same_bits, "exported", lambda *_: same_bits.HERE)

@@ -21,7 +21,7 @@ BY_PAIRS = ["test_linear.py", "test_gemm_parallel.py"]  # attention and products
 TESTS = {"": [*IN_16_BITS, IN_8_BITS], "avxvnni": [IN_8_BITS]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not has_feature("avx512f"), reason="this processor runs the other tests with the same instructions")
 @pytest.mark.parametrize("more", TESTS)
 def test_products_without_avx512(more: str) -> None:
@@ -31,7 +31,7 @@ def test_products_without_avx512(more: str) -> None:
     check_as({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "ATEN_CPU_CAPABILITY": "avx2"}, TESTS[more])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not has_feature("avx512bf16"), reason="this processor does not multiply bfloat16 by pairs")
 def test_products_by_pairs_as_on_amds() -> None:
     """Intel's processors have the instruction, and do without it."""
