@@ -16,5 +16,5 @@ def long_but(kept: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
 
 
 def _long(case: Any) -> Any:
-    values = case if isinstance(case, tuple) else (case,)
+    values = case if type(case) is tuple else (case,)  # a named tuple is one value
     return pytest.param(*values, marks=pytest.mark.long)
