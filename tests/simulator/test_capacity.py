@@ -185,14 +185,14 @@ def test_what_more_targets_bring_is_not_what_numbers_are_rounded_by() -> None:
 
 def test_a_run_that_is_too_long_ends_and_is_told_to_be_incomplete() -> None:
     profile = profile_of(link_seconds=1.0)
-    scenario = Scenario(profile, num_users=5, num_drafts=0, kinds=(RequestKind(5, 50),), max_rounds=5 * 62)
+    scenario = Scenario(profile, num_users=20, num_drafts=0, kinds=(RequestKind(5, 50),), max_rounds=20 * 62)
     report = simulate(scenario)
     assert not report.is_complete
     assert report.num_requests >= 4
-    assert report.tokens_per_second == pytest.approx(5.0, rel=0.1)
+    assert report.tokens_per_second == pytest.approx(20.0, rel=0.1)
     assert report.tpot.p50 == pytest.approx(1.0)
-    with pytest.raises(ConfigError, match=r"^--users: must be fewer, .* within the \d+ rounds .*; got 5 users of 1 t"):
-        simulate(replace(scenario, max_rounds=5 * 20))
+    with pytest.raises(ConfigError, match=r"^--users: must be fewer, .* within the \d+ rounds .*; got 20 users of 1 t"):
+        simulate(replace(scenario, max_rounds=20 * 20))
     (bought,) = (each for each in purchases(scenario, report) if each.name == "a link 2 times as fast")
     assert bought.throughput_gain > 0.8
 
