@@ -15,11 +15,15 @@ from bough.config.cache_paths import cache_folder
 ROOT = Path(__file__).parents[1]
 EVERYWHERE = ("bough/model", "bough/protocol", "bough/trees", "constraints.txt", "tests/conftest.py", "tests/fakes")
 COVERS = {  # what each folder's long tests may fail for, beside themselves
+    "tests/cli": ("bough/cli", "bough/processes", "orchestrator"),
     "tests/clients": ("bough/grammar", "bough/tokenization", "orchestrator"),
     "tests/gpu": ("draft_worker", "target_worker"),
     "tests/loadtest": ("bough/simulation", "draft_worker", "loadtest", "orchestrator", "simulator", "target_worker"),
     "tests/model": ("bough/sizing", "loadtest/common"),
+    "tests/orchestrator": ("orchestrator",),
     "tests/pipeline": ("bough/grammar", "bough/processes", "draft_worker", "orchestrator", "target_worker"),
+    "tests/processes": ("bough/processes", "orchestrator", "target_worker"),
+    "tests/simulation": ("bough/grammar", "bough/simulation"),
     "tests/simulator": ("bough/simulation", "bough/sizing", "docs/capacity.md", "orchestrator/sizing", "simulator"),
 }
 

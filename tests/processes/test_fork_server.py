@@ -19,13 +19,14 @@ from bough.processes.exit_with_parent import python
 from bough.processes.launch import LOCAL
 from tests.fakes.processes.fork_server import ForkedProcess, forked_programs, started_anew
 from tests.fakes.simulated import write_profile
+from tests.fakes.tiers import long_but
 
 pytestmark = pytest.mark.pipeline
 
 SECONDS = 60
 
 
-@pytest.fixture(params=["forked", "started anew"])
+@pytest.fixture(params=long_but(["forked"], ["forked", "started anew"]))
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     with nullcontext() if request.param == "forked" else started_anew():  # as it is in all tests, or in service
         yield request.param
@@ -92,6 +93,7 @@ def test_it_inherits_descriptors(tmp_path: Path, index_url: str, kind: str) -> N
     os.close(reader)
 
 
+@pytest.mark.long
 def test_forked_programs_end_with_the_server(tmp_path: Path, index_url: str) -> None:
     with forked_programs():
         child = serving(tmp_path, index_url)

@@ -25,6 +25,7 @@ from bough.protocol.generation import Event, Finished, GenerateOptions, TextProm
 from tests.fakes.index_server import served
 from tests.fakes.processes.bough_up import bough_up_command
 from tests.fakes.simulated import simulated_settings, write_profile
+from tests.fakes.tiers import long_but
 
 pytestmark = pytest.mark.chaos
 
@@ -113,7 +114,9 @@ async def cluster(shared: Shared) -> Cluster:
     return cluster
 
 
-@pytest.mark.parametrize("name", ["target_worker", "draft_worker", "orchestrator", INDEX])
+@pytest.mark.parametrize(
+    "name", long_but(["target_worker", "orchestrator"], ["target_worker", "draft_worker", "orchestrator", INDEX])
+)
 async def test_a_process_killed_during_a_generation_is_back_and_the_tokens_are_those_of_an_undisturbed_run(
     cluster: Cluster, name: str
 ) -> None:

@@ -164,7 +164,7 @@ def mutate(data: st.DataObject, message: Message) -> None:
 
 
 @pytest.mark.slow
-@settings(FUZZ, max_examples=250)
+@settings(FUZZ, max_examples=100)
 @given(
     data=st.data(),
     call=st.sampled_from(

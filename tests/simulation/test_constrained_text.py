@@ -25,6 +25,7 @@ from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import BestFirst, TreePlan
 from tests.fakes.simulated import pair_of, text_of
 from tests.fakes.simulated_growth import grown
+from tests.fakes.tiers import long_but
 
 GRAMMARS = Grammars(simulated_tokenizer(), len(simulated_tokenizer().vocabulary))
 PROMPT = [*range(300, 310)]
@@ -53,6 +54,7 @@ TREE: dict[str, Any] = {
         }
     },
 }
+SCHEMAS: list[dict[str, Any]] = [PERSON, TREE, {"type": "object"}, {}, {"type": "array", "items": PERSON}]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def texts_by(pair: SimulatedPair, constraint: Constraint) -> list[str]:
     return [tokenizer.decode(output) for output in outputs]
 
 
-@pytest.mark.parametrize("schema", [PERSON, TREE, {"type": "object"}, {}, {"type": "array", "items": PERSON}])
+@pytest.mark.parametrize("schema", long_but([PERSON, {}], SCHEMAS))
 def test_text_by_a_schema_is_valid_json_that_ends(pair: SimulatedPair, schema: dict[str, Any]) -> None:
     texts = texts_by(pair, Constraint(json_schema=json.dumps(schema)))
     for text in texts:

@@ -92,6 +92,7 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
             await events.aclose()
 
 
+@pytest.mark.long
 async def test_answers_that_outlast_the_drain_end_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

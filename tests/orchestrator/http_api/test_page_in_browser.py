@@ -129,6 +129,7 @@ async def test_a_question_that_failed_is_not_asked_again_with_the_next(page: Pag
     assert await page.value(roles) == ["user", "assistant", "user"]
 
 
+@pytest.mark.long
 async def test_a_question_that_failed_can_be_tried_again(page: Page) -> None:
     await page.value("answers['/v1/chat/completions'] = () => Promise.reject(new TypeError('gone')); 0")
     await ask(page, QUESTION)
@@ -175,6 +176,7 @@ async def test_after_an_answer_the_last_tree_is_seen_and_not_a_root_alone(page: 
     )
 
 
+@pytest.mark.long
 async def test_a_new_chat_begins_without_the_old(page: Page) -> None:
     await ask(page, QUESTION)
     await page.until(ANSWERED)
@@ -223,6 +225,7 @@ async def test_a_server_that_is_stopped_while_it_answers_is_shutting_down(page: 
     assert "finishes this answer" in (await page.texts("#problem"))[0]
 
 
+@pytest.mark.long
 async def test_a_server_without_a_target_worker_is_no_dead_server(page: Page) -> None:
     """There are no models then, which the server says by an error."""
     await page.value("answers['/v1/models'] = () => new Response('{}', { status: 503 }); 0")
@@ -231,6 +234,7 @@ async def test_a_server_without_a_target_worker_is_no_dead_server(page: Page) ->
     assert await page.value("document.querySelector('#problem').hidden")
 
 
+@pytest.mark.long
 async def test_one_of_several_models_can_be_chosen(page: Page) -> None:
     assert await page.value("document.querySelector('#model').disabled"), "there is one"
     await page.value('answers[\'/v1/models\'] = () => new Response(\'{"data": [{"id": "one"}, {"id": "two"}]}\'); 0')
@@ -242,6 +246,7 @@ async def test_one_of_several_models_can_be_chosen(page: Page) -> None:
     assert await page.value("sent[0].model") == "two"
 
 
+@pytest.mark.long
 async def test_a_key_is_asked_for_where_one_is_needed(page: Page) -> None:
     assert await page.value("document.querySelector('#key-field').hidden")
     await page.value(
