@@ -128,7 +128,7 @@ class Supervisor:
 
     async def _started(self) -> Child:
         supervision, module = self.settings.supervision, self.role.module
-        command = python(module, *to_flags(self._config, besides=("index_url",)))
+        command = python(module, *to_flags(self._config, excluding=("index_url",)))
         variables = child_variables(self.settings, self._index_url)
         gpus, seconds = os.environ.get(GPUS, ""), self._timeout_seconds
         if self.role is Role.ORCHESTRATOR:  # it needs no GPU, and an earlier one leaves its ports before it drains

@@ -1,4 +1,4 @@
-"""`bough completion`: prints a script by which a shell completes commands, flags and their values."""
+"""`bough completion`: prints a shell script that completes commands, flags and their values."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Flag(NamedTuple):
     """A flag of a command."""
 
     name: str
-    text: str  # its help
-    values: tuple[str, ...]  # if it has one of a few
+    text: str  # the help text
+    values: tuple[str, ...]  # the allowed values; empty if there is no fixed list
     takes_value: bool
 
 
@@ -39,7 +39,7 @@ async def completion(arguments: argparse.Namespace) -> int:
 
 
 def bash(commands: dict[str, list[Flag]], shell: str) -> Iterator[str]:
-    """The script for bash, which zsh understands once it has loaded what emulates bash's completion."""
+    """The script for bash, and for zsh, which loads its emulation of bash's completion first."""
     if shell == "zsh":
         yield "autoload -Uz compinit bashcompinit && compinit && bashcompinit"
     yield "_bough() {"
@@ -78,13 +78,13 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def texts_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """What help says of each command."""
+    """The help text of each command."""
     (found,) = _commands_actions(parser)
     return {choice.dest: choice.help or "" for choice in found._choices_actions}
 
 
 def flags_of(parser: argparse.ArgumentParser) -> Iterator[Flag]:
-    """The long flags of a command, and what they take; of positional values only the choices matter, as bare words."""
+    """The long flags of a command with their values; choices of positional arguments are listed as bare words."""
     for action in parser._actions:
         names = [name for name in action.option_strings if name.startswith("--")]
         values = tuple(map(str, action.choices or ()))

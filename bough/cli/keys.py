@@ -32,16 +32,18 @@ FLAG = "--file"
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("action", choices=("add", "list", "remove"), help="what to do; add prints the new key, once")
-    parser.add_argument("name", nargs="?", help="the tenant's name: what several keys of it have in common")
+    parser.add_argument("action", choices=("add", "list", "remove"), help="what to do; add prints the new key once")
+    parser.add_argument("name", nargs="?", help="the tenant's name; a tenant may have several keys")
     file = os.environ.get(FILE_VARIABLE, "")
-    parser.add_argument(FLAG, default=file, help=f"file that the orchestrator's --keys names ({FILE_VARIABLE})")
-    parser.add_argument("--id", default="", help="with remove: one key of the tenant, as list shows it, not all")
+    parser.add_argument(FLAG, default=file, help=f"key file, as in the orchestrator's --keys ({FILE_VARIABLE})")
+    parser.add_argument(
+        "--id", default="", help="with remove: remove only the tenant's key with this id, as shown by list"
+    )
     parser.add_argument("--expires", help="with add: a time such as 2027-01-31T00:00:00Z (default: never)")
     limits = {
-        "--requests": "most requests at once (default: any number)",
-        "--tokens-per-minute": "most tokens, of prompts and output (default: any number)",
-        "--sessions": "most named sessions that are kept (default: 10,000)",
+        "--requests": "maximum concurrent requests (default: unlimited)",
+        "--tokens-per-minute": "maximum tokens of prompts and output (default: unlimited)",
+        "--sessions": "maximum named sessions (default: 10,000)",
     }
     for flag, text in limits.items():
         parser.add_argument(flag, type=int, default=0, help=f"with add: {text}")
@@ -54,7 +56,7 @@ async def keys(arguments: argparse.Namespace) -> int:
         ConfigError: names the invalid flag.
     """
     if not arguments.file:
-        raise ConfigError(f"{FLAG}: must be the file of keys ({FILE_VARIABLE} names it, too), got nothing")
+        raise ConfigError(f"{FLAG}: must be the key file ({FILE_VARIABLE} sets it too), got nothing")
     if arguments.action == "list":
         return _list(arguments.file)
     name = require_name("NAME", arguments.name or "")
@@ -75,9 +77,9 @@ def _add(arguments: argparse.Namespace, name: str) -> int:
         **{name: require_limit(f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in LIMITS},
     )
     if entry.has_expired(now.timestamp()):
-        raise ConfigError(f"--expires: must be a time to come, got {arguments.expires}, and it is {entry.created}")
+        raise ConfigError(f"--expires: must be in the future, got {arguments.expires}, and it is {entry.created}")
     _write(arguments.file, [*lines, entry.to_line()])
-    print(f"key {entry.key_id} of {name}; it is shown this once, and only its hash is kept:", file=sys.stderr)
+    print(f"key {entry.key_id} of {name}; it is shown only now, as only its hash is stored:", file=sys.stderr)
     print(key)
     return 0
 
@@ -102,7 +104,7 @@ def _remove(arguments: argparse.Namespace, name: str) -> int:
         raise ConfigError(f"--id: must be an id of {name} in {arguments.file}: {', '.join(ids)}, got {arguments.id}")
     removed = [ids[arguments.id]] if arguments.id else [*ids.values()]
     _write(arguments.file, [line for line in lines if line not in removed])
-    print(f"{len(removed)} of {name} removed; requests that run go on to their end", file=sys.stderr)
+    print(f"{len(removed)} of {name} removed; running requests finish", file=sys.stderr)
     return 0
 
 
@@ -119,11 +121,11 @@ def _write(file: str, lines: list[str]) -> None:
 
 @contextmanager
 def _alone(file: str) -> Iterator[None]:
-    """No two commands change files of one folder at a time: each would undo the other's."""
+    """Lock the file's folder: two commands at once would undo each other's changes."""
     try:
         folder = os.open(Path(os.path.realpath(file)).parent, os.O_RDONLY)
     except OSError as exc:
-        raise ConfigError(f"{FLAG}: {file} must be in a folder that is there, got: {exc.strerror}") from exc
+        raise ConfigError(f"{FLAG}: {file} must be in an existing folder, got: {exc.strerror}") from exc
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield

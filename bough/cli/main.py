@@ -29,7 +29,7 @@ EXIT_PIPE = EXIT_SIGNAL + signal.SIGPIPE  # the shell's status for SIGPIPE, whic
 
 OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "simulator", "target_worker"})  # not installable modules
 COMPUTING = frozenset({"plan", "shape", "simulate"})  # commands that do not await
-LEAST_SECONDS = 0.01  # between two looks of `top`, each of which asks all workers
+LEAST_SECONDS = 0.01  # between two refreshes of `top`, each of which queries all workers
 MODULES = {  # each has a function of the command's name
     "chat": "generation.generate",
     "completion": "completion",
@@ -60,7 +60,7 @@ EXAMPLES = {
     ),
     "chat": ("bough chat --system 'You are brief.'       # Ctrl-C ends an answer; /help lists commands",),
     "plan": ("bough plan meta-llama/Llama-3.3-70B-Instruct --device gpu --device-memory 24GB",),
-    "explain": ("bough explain                               # the session last at work",),
+    "explain": ("bough explain                               # the most recent session",),
     "top": ("bough top --interval 2",),
     "doctor": ("bough doctor", "bough doctor --json | jq .problems"),
     "keys": ("bough keys add alice --file keys.jsonl --requests 4",),
@@ -68,7 +68,7 @@ EXAMPLES = {
 }
 VARIABLES = (
     "BOUGH_ADDRESS            --address of all commands that call a server",
-    "BOUGH_API_KEY            the API key that they present",
+    "BOUGH_API_KEY            the API key that these commands send",
     "BOUGH_TLS_CA, BOUGH_TLS_CERT, BOUGH_TLS_KEY",
     "                         certificates of all processes and commands",
     "BOUGH_CACHE_DIR          where the demonstration model and compiled kernels are",
@@ -86,7 +86,7 @@ Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Exit silently if the reader of standard output has closed the pipe."""
+    """Exit silently if the process that reads standard output has closed the pipe."""
     try:
         try:
             yield
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as exc:
         say_error(exc)
         raise SystemExit(MISUSED) from exc
-    # asyncio handles the default, although a script's shell has `bough generate &` ignore SIGINT.
+    # asyncio needs the default handler, but a script's shell starts `bough generate &` with SIGINT ignored.
     signal.signal(signal.SIGINT, _interrupt if arguments.command in COMPUTING else signal.default_int_handler)
     logging.basicConfig(handlers=[_Warnings()])
     try:
@@ -157,29 +157,33 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = FlagParser(prog="bough", description=__import__("bough").__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_demo(commands.add_parser("demo", help="everything from nothing: build the model, start, compare"))
+    add_demo(
+        commands.add_parser("demo", help="write the demonstration model, start everything, compare with plain decoding")
+    )
     add_up(commands.add_parser("up", help="start the index, the workers and the orchestrator, and keep them running"))
     generate = commands.add_parser("generate", help="answer one prompt")
-    generate.add_argument("prompt", help="what to answer; - reads standard input")
+    generate.add_argument("prompt", help="the prompt; - reads standard input")
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
     generate.add_argument("--json", action="store_true", help="print one JSON line instead of the text")
     add_sampling(generate)
     add_address(generate)
-    chat = commands.add_parser("chat", help="talk; KV is kept from turn to turn")
+    chat = commands.add_parser("chat", help="hold a conversation; its KV is reused from turn to turn")
     add_sampling(chat)
     add_address(chat)
-    add_plan(commands.add_parser("plan", help="what a model would need and how fast it would be, before it is there"))
-    add_shape(commands.add_parser("shape", help="the tree worth most, given how often guesses are accepted"))
-    add_simulate(commands.add_parser("simulate", help="what users of many machines would get, and what to buy next"))
-    _add_explain(commands.add_parser("explain", help="why a session's trees were as large as they were"))
-    add_keys(commands.add_parser("keys", help="who may come in: add, list and remove keys of applications"))
-    running = commands.add_parser("top", help="what is running now, shown again and again")
+    add_plan(commands.add_parser("plan", help="predict a model's memory and speed before you download it"))
+    add_shape(commands.add_parser("shape", help="compute the best tree shape from acceptance rates"))
+    add_simulate(
+        commands.add_parser("simulate", help="predict speed for many users and machines, and what to buy next")
+    )
+    _add_explain(commands.add_parser("explain", help="explain the tree sizes of a session"))
+    add_keys(commands.add_parser("keys", help="add, list and remove API keys of applications"))
+    running = commands.add_parser("top", help="show the current load, refreshed periodically")
     often, looks = checked(number(float, LEAST_SECONDS)), checked(number(int, 0))
-    running.add_argument("--interval", type=often, default=1.0, help="seconds between two looks (default 1)")
-    running.add_argument("--count", type=looks, default=0, help="looks, after which it ends (default: never)")
+    running.add_argument("--interval", type=often, default=1.0, help="seconds between refreshes (default 1)")
+    running.add_argument("--count", type=looks, default=0, help="number of refreshes (default: unlimited)")
     add_address(running)
-    _add_doctor(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
-    shells = commands.add_parser("completion", help="a script by which a shell completes commands and flags")
+    _add_doctor(commands.add_parser("doctor", help="report processes, models and problems"))
+    shells = commands.add_parser("completion", help="print a shell script that completes commands and flags")
     add_completion(shells, parser)
     for name, command in commands.choices.items():
         lines = [f"  {line}" for line in EXAMPLES.get(name, ())]
@@ -189,7 +193,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
-    text = "a session, or a request that ran in it (default: the last at work)"
+    text = "a session, or a request that ran in it (default: the most recent)"
     parser.add_argument("session", nargs="?", default="", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
     parser.add_argument("--plot", metavar="FILE", help="also draw the rounds into a PNG file")
@@ -197,7 +201,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    text = "dashboard of a Ray cluster, such as http://HEAD:8265: shows nodes and replicas, and asks its orchestrators"
+    text = "dashboard of a Ray cluster, such as http://HEAD:8265: shows nodes, replicas and their orchestrators"
     parser.add_argument("--ray", metavar="URL", default="", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of a report")
     add_address(parser)

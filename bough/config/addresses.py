@@ -18,7 +18,9 @@ from bough.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 INDEX_PORT = 6379  # default of index URLs
-PORTS = range(20_000, 32_000)  # outgoing connections get higher ones, and so cannot take one before its server listens
+PORTS = range(
+    20_000, 32_000
+)  # below those of outgoing connections, which could otherwise take one before its server listens
 SocketAddress = tuple[Any, ...]  # of an IPv4 or IPv6 socket
 SourceTowards = Callable[[int, SocketAddress], str]  # (address family, destination) to source address
 
@@ -50,7 +52,7 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port(host: str, wanted: int = 0) -> int:
-    """The port `wanted` if nothing listens there, otherwise one of PORTS; 0 if the host is none of this machine's."""
+    """The port `wanted` if it is free, otherwise one of PORTS; 0 if the host is not this machine's."""
     chance = SystemRandom()
     for port in (wanted or chance.choice(PORTS), *chance.sample(PORTS, 8)):
         with suppress(OSError), bound(host, port):
@@ -62,8 +64,8 @@ def bound(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen; lingering connections do not matter. Raises OSError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except UnicodeError as exc:  # no name has such labels, as those of "a..b"
-        raise OSError(f"{host!r} is no name of a host: {exc}") from exc
+    except UnicodeError as exc:  # a name with empty labels, such as "a..b"
+        raise OSError(f"{host!r} is not a host name: {exc}") from exc
     probe = socket.socket(family, kind, protocol)
     try:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -75,9 +77,9 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def require_free_ports(host: str, ports: Mapping[str, int]) -> None:
-    """Raise ConfigError for a port that cannot be had, or that two of these names give; 0 and less are none.
+    """Raise ConfigError for a port that is in use, or that two settings share; 0 and less are skipped.
 
-    What else is wrong with an address is left to its server to say.
+    The server reports other errors of an address.
     """
     given: dict[int, str] = {}
     for name, port in ports.items():
@@ -114,7 +116,7 @@ def advertised_host(config: ServiceConfig, source: SourceTowards = source_toward
     index_host, port = _index_place(config.index_url)
     if not is_wildcard(host):
         if _has(host, "is_loopback") and not _is_local(index_host, port):
-            logger.warning("listening on %s, which only this machine reaches; the index is at %s", host, index_host)
+            logger.warning("listening on %s, which only this machine can reach; the index is at %s", host, index_host)
         return bare(host)
     family = socket.AF_INET if _has(host, "version", 4) else socket.AF_UNSPEC
     found = _sources(index_host, port, family, source)
@@ -125,7 +127,7 @@ def advertised_host(config: ServiceConfig, source: SourceTowards = source_toward
         return found[0]
     what = f"only {', '.join(found)}" if found else "no address"
     raise ConfigError(
-        "--advertise: must be a host or address by which other machines reach this process, got auto, and towards the "
+        "--advertise: must be a host or address at which other machines reach this process, got auto, and towards the "
         f"index at {index_host} this machine has {what}"
     )
 

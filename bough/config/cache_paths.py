@@ -40,13 +40,13 @@ def original_file() -> Path:
 
 
 def make_space(folder: Path, copies: int) -> None:
-    """Remove what killed writers of the demonstration left. Raises ConfigError if there is no space for it then."""
+    """Remove files of killed writers of the demonstration. Raises ConfigError if there is too little space then."""
     for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
         shutil.rmtree(leftover)
     num_bytes = int(1.05 * ((copies + 1) * LAYERS_BYTES + OUTSIDE_BYTES))
     if (free_bytes := shutil.disk_usage(folder.parent).free) < num_bytes:
         raise ConfigError(
-            f"{folder.parent}: {num_bytes / 1e9:.1f} GB are to be written and {free_bytes / 1e9:.1f} GB are free; "
+            f"{folder.parent}: {num_bytes / 1e9:.1f} GB are needed and {free_bytes / 1e9:.1f} GB are free; "
             "set BOUGH_CACHE_DIR to another place"
         )
 
@@ -55,5 +55,5 @@ def is_written(folder: Path, copies: int) -> bool:
     """Whether the demonstration model is complete; its manifest is written last."""
     try:
         return bool(json.loads((folder / EXPANSION_NAME).read_text())["copies"] == copies)
-    except (OSError, ValueError, LookupError, TypeError):  # not there, or cut off as the machine went down
+    except (OSError, ValueError, LookupError, TypeError):  # missing, or truncated by a crash of the machine
         return False

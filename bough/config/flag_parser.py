@@ -16,9 +16,9 @@ Value = TypeVar("Value")
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Takes flags by their whole names: an abbreviation would mean another flag, or none, once there are more of them.
+    """Accepts only whole names of flags, as an abbreviation could mean another flag in a later version.
 
-    Parsers of subcommands are of the same kind. The description is shown as it is written. An error is one line.
+    Subcommands have parsers of this class too. Descriptions are not re-wrapped. An error is one line.
     """
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
@@ -28,7 +28,7 @@ class FlagParser(argparse.ArgumentParser):
         self.register("type", float, checked(number(float)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse unknown arguments in the name of the subcommand; argparse would do so in that of the whole program."""
+        """Refuse unknown arguments with the subcommand's name; argparse would name only the program."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             similar = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1, 0.75)
@@ -37,7 +37,7 @@ class FlagParser(argparse.ArgumentParser):
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2; argparse would print the names of all flags before the one that is wrong."""
+        """Exit with status 2; argparse would print the names of all flags before the error."""
         self.exit(2, f"error: {message.removeprefix('argument ')}; see {self.prog} --help\n")
 
 
@@ -54,9 +54,9 @@ def checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 
 
 def flags_from(path: str, known: Collection[str]) -> list[str]:
-    """The flags in a file such as `target = "models/70b"` and `kv-memory = "4GB"`, as a command line has them.
+    """The flags in a file such as `target = "models/70b"` and `kv-memory = "4GB"`, as command-line arguments.
 
-    Lists are joined by commas; `true` gives the flag alone, and `false` leaves it out.
+    Lists are joined by commas; `true` becomes the flag without a value, and `false` omits it.
 
     Raises:
         ConfigError: the file cannot be read, or names a flag that is not in `known`, or has a table.

@@ -1,4 +1,4 @@
-"""What pydantic refuses of a JSON text, in the words of bough's errors."""
+"""Pydantic's validation errors of a JSON text, as bough's errors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from bough.errors import InvalidRequest
 
 
 def must(text: str) -> PydanticCustomError:
-    """An error for validators to raise; `text` says what a value must, such as "be a text"."""
+    """An error for validators to raise; `text` completes "must", such as "be a text"."""
     return PydanticCustomError("must", "{text}", {"text": text})
 
 
 def first_refusal(error: ValidationError, shown: Callable[[object], str] = repr) -> InvalidRequest:
-    """The error of the first invalid field, by its path, empty for the whole; `shown` quotes a value."""
+    """The error of the first invalid field, with its path (empty for the whole text); `shown` quotes a value."""
     first: Any = error.errors(include_url=False)[0]
     path = _path(first["loc"])
     match first["type"]:
         case "json_invalid":
-            return InvalidRequest(path, f"no JSON: {first['ctx']['error']}")
+            return InvalidRequest(path, f"invalid JSON: {first['ctx']['error']}")
         case "missing":
             return InvalidRequest(path, "missing; must be given")
         case "extra_forbidden" | "unexpected_keyword_argument":

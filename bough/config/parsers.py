@@ -55,7 +55,7 @@ def parse_shares(text: str) -> tuple[tuple[str, int], ...]:
     for part in text.split(",") if text else ():
         device, _, size = part.strip().partition("=")
         if re.fullmatch(r"cuda:[0-9]+", device) is None or not size:
-            raise ValueError("must be GPUs and the memory to take of each, such as cuda:1=10GB,cuda:2=8GB")
+            raise ValueError("must be GPUs and the memory to use of each, such as cuda:1=10GB,cuda:2=8GB")
         shares.append((device, parse_bytes(size)))
     if len({device for device, _ in shares}) < len(shares):
         raise ValueError("must name each GPU once")

@@ -26,8 +26,8 @@ def setting(
 ) -> Any:
     """A field of a settings class; `default` MISSING makes it required. Without `parse` it is a switch or a text.
 
-    `shared` is a variable that sets it for each service whose own variable is not set.
-    `instead` names another field: exactly one of the two must be given, and this one is empty if the other is.
+    `shared` is a variable that sets it for every service without its own variable.
+    `instead` names another field: exactly one of the two must be set, and the other is then empty.
     """
     read = parse or (parse_switch if isinstance(default, bool) else str)
     text += f"; {shared} sets it for all processes" if shared else ""
@@ -61,11 +61,11 @@ def with_shared(config: Config, environ: Mapping[str, str]) -> Config:
     return changed
 
 
-def to_flags(config: object, besides: Collection[str] = ()) -> list[str]:
-    """Flags that `parse` reads back as `config`, whatever the environment is; the fields `besides` are left out."""
+def to_flags(config: object, excluding: Collection[str] = ()) -> list[str]:
+    """Flags that `parse` reads back as `config` in any environment, without the fields in `excluding`."""
     flags = []
     for f in _fields(type(config)):
-        if f.name in besides:
+        if f.name in excluding:
             continue
         value = getattr(config, f.name)
         parts = value if isinstance(value, tuple) else (value,)
@@ -80,7 +80,7 @@ def variable(service: str, name: str) -> str:
 
 
 def at_most(config: object, name: str, limit: int) -> int:
-    """The smaller of `limit` and the setting `name`, which is ignored at its default."""
+    """The smaller of `limit` and the setting `name`; a setting at its default is ignored."""
     (default,) = (f.default for f in _fields(type(config)) if f.name == name)
     value: int = getattr(config, name)
     return limit if value == default else min(value, limit)

@@ -1,4 +1,4 @@
-"""A process that `bough up` or a replica of Ray Serve looks after: its state and log, how it ends, and what follows."""
+"""A process that `bough up` or a Ray Serve replica supervises: its state, its log, its end and its restarts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from bough.registry.records import WorkerRecord
 logger = logging.getLogger(__name__)
 
 TAIL_LINES = 12  # last lines of a log that errors quote
-TAIL_BYTES = 8192  # end of a log in which those lines are searched
+TAIL_BYTES = 8192  # bytes at the end of a log that are searched for these lines
 LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.telemetry.logs`
 LINE_LENGTH = 200  # characters of a log's last line that a report quotes
 DRAIN_SECONDS = 1.0  # between the first SIGTERM, which drains, and the second, which stops
-DRAIN_MARGIN_SECONDS = 5.0  # of a replica beyond its --drain-seconds, to cut off what still runs and end
+DRAIN_MARGIN_SECONDS = 5.0  # of a replica after its --drain-seconds, to abort what still runs and end
 STOP_SECONDS = 10.0  # between the second SIGTERM and SIGKILL
-KILLED_SECONDS = 60.0  # after SIGKILL, which a process in a driver's call outlasts, possibly for ever
+KILLED_SECONDS = 60.0  # after SIGKILL; a process inside a driver's call may survive it for ever
 
 
 def named(name: str) -> str:
@@ -65,7 +65,7 @@ class Child:
 
     name: str
     command: tuple[str, ...]
-    variables: Mapping[str, str]  # environment variables in addition to ours
+    variables: Mapping[str, str]  # environment variables in addition to this process's
     log: Path
     process: subprocess.Popen[bytes]
     process_name: str  # part of its id in the index
@@ -105,7 +105,7 @@ class Child:
         return message_of(lines[-1]) if lines else ""
 
     def is_of(self, record: WorkerRecord) -> bool:
-        """Whether a record in the index is of this very process."""
+        """Whether a record in the index belongs to this process."""
         kind = self.name.removesuffix("_worker")
         return record.kind == kind and record.worker_id.startswith(f"{kind}-{self.process_name}-")
 
@@ -121,18 +121,18 @@ class RestartPolicy:
 
     first_pause_seconds: float = 0.5  # doubled for each consecutive restart
     longest_pause_seconds: float = 30.0
-    max_in_a_row: int = 5  # consecutive restarts, after which it is given up
-    steady_seconds: float = 60.0  # time of service after which the count starts again
+    max_in_a_row: int = 5  # consecutive restarts; after these it is not restarted again
+    steady_seconds: float = 60.0  # seconds of service that reset the count
 
     def pause_seconds(self, number: int) -> float | None:
-        """Seconds before the consecutive restart `number`, from 1; None to give up."""
+        """Seconds before the consecutive restart `number`, counted from 1; None if there is none."""
         if number > self.max_in_a_row:
             return None
         return min(self.first_pause_seconds * 2.0 ** (number - 1), self.longest_pause_seconds)
 
 
 class Restarts:
-    """Counts how often in a row a process has ended."""
+    """Counts consecutive ends of a process."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self.policy = policy
@@ -140,11 +140,11 @@ class Restarts:
         self._served_since = inf  # on the monotonic clock; inf while it does not serve
 
     def served(self) -> None:
-        """Note that it serves, as from now on."""
+        """Record that the process serves from now on."""
         self._served_since = time.monotonic()
 
     def ended(self) -> float | None:
-        """Note that it has ended; returns the seconds before it is started again, None to give it up."""
+        """Record an end; returns the seconds until the restart, or None if there is none."""
         was_steady = time.monotonic() - self._served_since >= self.policy.steady_seconds
         self.num_ends = 1 if was_steady else self.num_ends + 1
         self._served_since = inf
@@ -165,7 +165,7 @@ def open_child(
 def open_process(
     command: Sequence[str], log: Path, variables: Mapping[str, str], held: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start a process that ends with this one, as `open_child` does, which also names it. Tests fork it instead."""
+    """Start a process that ends with this one, for `open_child`. Tests replace this by a fork."""
     with log.open("ab") as stream:
         return start(
             command,
@@ -191,7 +191,7 @@ def open_program(
 ) -> Child:
     """Start a program that ends with this process, however that ends; it inherits the file descriptors `held`.
 
-    Where its niceness may not be set (only root may lower it), it keeps this process's, with a warning.
+    Only root may lower a niceness. Otherwise the program keeps this process's, with a warning.
     """
     folder = Path(log_folder) if log_folder else temporary_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -207,9 +207,9 @@ def open_program(
 
 
 def temporary_folder() -> Path:
-    """Return the folder for logs and locks, which is made where it is not there. Raise ConfigError if it is another's.
+    """Return the folder for logs and locks; create it if missing. Raise ConfigError if another user owns it.
 
-    Its name can be guessed, and whoever made it could replace what is written there.
+    Its name can be guessed, and another owner could replace the files in it.
     """
     folder = Path(tempfile.gettempdir()) / f"bough-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -222,7 +222,7 @@ def temporary_folder() -> Path:
 async def drain(
     children: Sequence[Child], timeout_seconds: float, is_cut_off: Callable[[], bool] = lambda: False
 ) -> None:
-    """Send SIGTERM and wait until all have ended, on no thread, as this may take long; `end` ends what is left."""
+    """Send SIGTERM and wait, without a thread, until all have ended. Afterwards `end` ends those that still run."""
 
     def is_over() -> bool:
         return all(child.has_ended() for child in children) or is_cut_off()

@@ -23,12 +23,12 @@ from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 logger = logging.getLogger(__name__)
 
 PEER_TIMEOUT_SECONDS = 10.0
-MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # some times the largest; a worker could send without end
-LEAST_BYTES = 1024  # that a chunk counts for
+MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # several times the largest known; a faulty worker could send without end
+LEAST_BYTES = 1024  # counted for a chunk in addition to its data
 
 
 async def fetch_tokenizer(channel: grpc.aio.Channel, kind: str, access: Access = OPEN) -> TokenizerFiles:
-    """Fetch the tokenizer of a draft or target worker. Raises grpc.aio.AioRpcError, or Unavailable for nonsense."""
+    """Fetch the tokenizer of a draft or target worker. Raises AioRpcError, or Unavailable if it is invalid."""
     call = stub_of(DRAFT if kind == "draft" else TARGET, channel).GetTokenizer(
         common_pb2.GetTokenizerRequest(), timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials
     )
@@ -48,7 +48,7 @@ async def fetch_tokenizer(channel: grpc.aio.Channel, kind: str, access: Access =
 async def check_compatibility(
     registry: Registry, mine: WorkerInfo, tokenizer: TokenizerFiles, access: Access = OPEN
 ) -> None:
-    """Compare a starting worker with all running workers that it may pair with or take sessions from.
+    """Compare a starting worker with all running workers that it may pair with or take sessions over from.
 
     Raises:
         PairingError: names the peer, and the first token that differs or both hashes of weights.
@@ -76,7 +76,9 @@ async def _compare_weights(record: WorkerRecord, mine: WorkerInfo, access: Acces
         ask, request = stub_of(TARGET, channel).GetServerInfo, common_pb2.GetServerInfoRequest()
         reply = await ask(request, timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials)
         if contradiction := mine.contradiction(read(reply, WorkerInfo)):
-            raise PairingError(f"{contradiction}; must be the same files, or in different namespaces (--namespace)")
+            raise PairingError(
+                f"{contradiction}; must be the same files, or the workers must be in different namespaces (--namespace)"
+            )
 
 
 @asynccontextmanager

@@ -21,11 +21,11 @@ from bough.processes.process import stage
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 900.0
-COMPILING = "compiling kernels"  # a stage of a start
+COMPILING = "compiling kernels"  # the stage's name
 
 
 def require_kernel_folder() -> None:
-    """Raises ConfigError unless compiled kernels can be kept; numba would name one of our functions instead."""
+    """Raise ConfigError unless compiled kernels can be stored; numba's error would name one of our functions."""
     folder = Path(os.environ["NUMBA_CACHE_DIR"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,14 +37,14 @@ def require_kernel_folder() -> None:
         ) from exc
 
 
-def compile_in_subprocess(module: str, arguments: Sequence[str], ground: str) -> bool:
-    """Run `python -m MODULE ARGUMENTS` once for each `ground`, under a file lock; returns whether it has succeeded.
+def compile_in_subprocess(module: str, arguments: Sequence[str], key: str) -> bool:
+    """Run `python -m MODULE ARGUMENTS` once for each `key`, under a file lock; returns whether it has succeeded.
 
-    `ground` identifies what compiled code depends on besides the files that NUMBA_CACHE_DIR is named after. On failure,
-    which is logged, a worker compiles lazily in its own memory.
+    `key` identifies what compiled code depends on, in addition to the files whose hash is in NUMBA_CACHE_DIR. On
+    failure, which is logged, a worker compiles lazily in its own memory.
     """
     folder = Path(os.environ["NUMBA_CACHE_DIR"])
-    done = folder / "-".join((module, *arguments, ground))
+    done = folder / "-".join((module, *arguments, key))
     if done.exists():
         return True
     try:

@@ -22,7 +22,7 @@ def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
     folder = demonstration_folder(copies)
     if is_written(folder, copies):
         if not has_template(folder):
-            with suppress(OSError):  # in a folder of somebody else it stays without tools
+            with suppress(OSError):  # a folder that is not writable keeps its template without tools
                 write_template(folder)
         return
     try:

@@ -1,10 +1,10 @@
 """`python -m bough.processes.exit_with_parent PARENT COMMAND...` runs a command that ends with its parent.
 
-It is a separate program and no code between fork and exec (`preexec_fn`), as forking a process that runs gRPC is not
-safe and `subprocess` does not fork without such code.
+It is a separate program instead of code between fork and exec (`preexec_fn`): with such code `subprocess` forks, which
+is not safe in a process that runs gRPC.
 
 The kernel watches the *thread* that started the child, not its process. `start` therefore starts every child from one
-thread that lasts as long as the process.
+thread that lives as long as the process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run(
 
 
 def main() -> None:
-    """Ask the kernel for SIGTERM when the parent's thread ends, which survives exec, and exec the command.
+    """Ask the kernel for SIGTERM when the parent's thread ends, which stays in force after exec, and exec the command.
 
     Raises:
         SystemExit: the parent has ended already.

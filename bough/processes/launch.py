@@ -1,4 +1,4 @@
-"""Starts index, target, draft and orchestrator on this machine, restarts those that end, and ends them."""
+"""Starts, restarts and ends the index, target, draft and orchestrator of one machine."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from bough.processes.signals import StopSignals, signals_ignored, stop_signals
 from bough.registry.registry import Registry
 from bough.security.tls import files_towards
 
-# Beyond its --drain-seconds, in which a process cuts off what still runs, and ends. A replica has less (child.py), as
-# the time until Serve kills it is a setting of each deployment.
+# Time after --drain-seconds in which a process aborts what still runs, and ends. A replica has less (child.py), as a
+# setting of its deployment limits the time until Serve kills it.
 DRAIN_MARGIN_SECONDS = 10.0
 POLL_SECONDS = 0.1
-WATCH_SECONDS = 0.2  # between two looks at a process that serves
+WATCH_SECONDS = 0.2  # between two checks of a serving process
 LOCAL = "127.0.0.1"
 INDEX = "index"
 DRAFT, TARGET, ORCHESTRATOR = "draft_worker", "target_worker", "orchestrator"
@@ -71,7 +71,7 @@ class Cluster:
     """The processes of one machine."""
 
     def __init__(self, settings: Settings, folder: Path, stop: StopSignals | None = None) -> None:
-        """`stop` is what ends the program that has these processes, if signals do."""
+        """`stop` has the signals that end this program, if it handles them."""
         self.settings = settings
         self.folder = folder
         self.stop = stop
@@ -118,7 +118,7 @@ class Cluster:
     async def drain(self) -> None:
         """End the orchestrator once its requests have finished, within its --drain-seconds or until a second signal.
 
-        Then the workers, if other orchestrators may use them, which a shared index tells of.
+        Then drain the workers, if other orchestrators may use them: that is the case with a shared index.
         """
         await self._drain(self.settings.orchestrator.drain_seconds, ORCHESTRATOR)
         if self.settings.index_url:
@@ -143,7 +143,7 @@ class Cluster:
     async def wait_until_ready(self, report: Report, draft_may_follow: bool = False) -> None:
         """Wait until all processes are ready to serve; `report` is called with those still missing.
 
-        With `draft_may_follow` a draft that compiles kernels is not waited for; answers are slower until it is ready.
+        With `draft_may_follow` a draft that compiles kernels need not be ready; answers are slower until then.
 
         Raises:
             ConfigError: a process has ended; quotes the last lines of its log.
@@ -192,7 +192,7 @@ class Cluster:
         async with self.client() as client:
             try:
                 workers = (await client.server_info()).workers
-            except Unauthenticated:  # it is ready, but requires an API key
+            except Unauthenticated:  # the orchestrator is ready, but requires an API key
                 return {}
             except BoughError:
                 return {ORCHESTRATOR: "it does not answer yet"}
@@ -208,17 +208,17 @@ class Cluster:
         return f"{named(name)} ({state})" if state else named(name)
 
     def _start_service(self, name: str, config: ServiceConfig) -> Child:
-        """The index's URL is an environment variable, which other users cannot read: it may contain a password."""
-        command = python(name, *to_flags(config, besides=("index_url",)))
+        """Pass the index's URL, which may contain a password, in the environment, which other users cannot read."""
+        command = python(name, *to_flags(config, excluding=("index_url",)))
         return self.start(name, command, {variable(name, "index_url"): self.index_url})
 
 
 @asynccontextmanager
 async def launched(settings: Settings, report: Report, draft_may_follow: bool = False) -> AsyncIterator[Cluster]:
-    """All processes, ready (see `wait_until_ready`); they end with the block, also after Ctrl-C or an exception.
+    """All processes, ready (see `wait_until_ready`). They end with the block, also after Ctrl-C or an exception.
 
-    After a signal (see `stop_signals`) they drain first, until another one. Signals are handled only if the event loop
-    runs in the main thread.
+    After a signal (see `stop_signals`) they drain first; a second signal ends draining. Signals are handled only if the
+    event loop runs in the main thread.
     """
     with tempfile.TemporaryDirectory(prefix="bough-") as folder, stop_signals() as stop:
         cluster = Cluster(settings, Path(folder), stop)
@@ -239,10 +239,10 @@ async def launched(settings: Settings, report: Report, draft_may_follow: bool = 
 async def supervised(cluster: Cluster, say: Say, policy: RestartPolicy = DEFAULT_POLICY) -> AsyncIterator[None]:
     """Restart processes of a ready cluster that end while the block runs; `say` is called with each event.
 
-    A draft that keeps ending is given up. For any other process the block is cancelled.
+    A draft that keeps ending is not restarted again. If another process keeps ending, the block is cancelled.
 
     Raises:
-        Unavailable: a required process was given up; quotes the last lines of its log.
+        Unavailable: a required process kept ending; quotes the last lines of its log.
     """
     registry = cluster.registry()
     try:
@@ -259,7 +259,7 @@ async def supervised(cluster: Cluster, say: Say, policy: RestartPolicy = DEFAULT
 
 
 async def _keep(cluster: Cluster, name: str, registry: Registry, say: Say, policy: RestartPolicy) -> None:
-    """Restart a process whenever it ends; returns if it is given up and others go on."""
+    """Restart a process whenever it ends; returns when it is not restarted again but others continue."""
     restarts = Restarts(policy)
     while True:
         child = cluster.children[name]
@@ -271,7 +271,7 @@ async def _keep(cluster: Cluster, name: str, registry: Registry, say: Say, polic
             if name != DISPENSABLE:
                 raise Unavailable(f"{ending}: given up. End of its log:\n{child.tail()}")
             cluster.give_up(name)
-            return say(f"{ending}: going on without it, which is slower and changes no token")
+            return say(f"{ending}: continuing without it; answers are slower, with the same tokens")
         again = f"starting it again in {pause_seconds:g} s ({restarts.num_ends} of {policy.max_in_a_row})"
         say(f"{child.ending()}; {again}")
         await asyncio.sleep(pause_seconds)
@@ -283,7 +283,7 @@ async def _keep(cluster: Cluster, name: str, registry: Registry, say: Say, polic
 
 
 async def _follow(cluster: Cluster, registry: Registry, say: Say) -> None:
-    """Say when a draft is ready that the start did not wait for."""
+    """Report when a draft is ready for which the start did not wait."""
     draft, began = cluster.children.get(DRAFT), time.monotonic()
     if draft is None or draft.last_line() != COMPILING:
         return
@@ -293,7 +293,7 @@ async def _follow(cluster: Cluster, registry: Registry, say: Say) -> None:
 
 
 async def _is_back(cluster: Cluster, child: Child, registry: Registry) -> bool:
-    """Wait until it serves; False if it has ended before."""
+    """Wait until a process serves; False if it ends before that."""
     while not child.has_ended():
         missing = await cluster.missing(registry)
         if child.name not in missing and INDEX not in missing:

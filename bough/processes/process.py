@@ -32,11 +32,11 @@ IMPORTS = "imports"  # the stage from the start of the process to the first name
 
 
 class StoppedAtStart(Unavailable):
-    """The process was told to stop during its start."""
+    """The process received a stop signal during its start."""
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    """Run a process to its end. A BoughError is one line on standard error, and `status_of` it the exit status."""
+    """Run a process to its end. A BoughError is printed as one line and sets the exit status (`status_of`)."""
     configure_allocator()
     try:
         asyncio.run(main())
@@ -65,14 +65,14 @@ async def unless_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise StoppedAtStart("the process was told to stop during its start")
+            raise StoppedAtStart("the process received a stop signal during its start")
         return await working
     finally:
         await end(working, stopping)
 
 
 async def exit_if_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result:
-    """Await a step of the start; if `stop` is set before it is done, exit at once, as no caller depends on us yet."""
+    """Await a step of the start; if `stop` is set before it is done, exit at once, as this process has no callers."""
     try:
         return await unless_stopped(stop, step)
     except StoppedAtStart:
@@ -90,13 +90,13 @@ def advertised(config: ServiceConfig, port: int) -> str:
 
 
 def metrics_at(config: ServiceConfig, port: int) -> str:
-    """The address of a process's metrics, with https:// for TLS; empty if `port` is negative, which serves none."""
+    """The address of a process's metrics, with https:// for TLS; empty if `port` is negative (no metrics)."""
     scheme = "https://" if config.tls_cert else ""
     return f"{scheme}{joined(advertised_host(config), port)}" if port >= 0 else ""
 
 
 def for_metrics(config: Config) -> Config:
-    """Settings of the metrics server: loopback only if keys or certificates are required, unless --open-metrics is."""
+    """Settings of the metrics server: loopback only if keys or certificates are required without --open-metrics."""
     is_local = bool(guards_of(config)) and not config.open_metrics
     return replace(config, host=LOOPBACK, advertise=LOOPBACK) if is_local else config
 

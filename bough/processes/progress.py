@@ -1,4 +1,4 @@
-"""What commands that start processes print: what they wait for, and then how to ask."""
+"""Output of commands that start processes: what they wait for, and then how to call the server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Progress:
 
 
 def activation() -> str:
-    """How a terminal comes to find the commands `bough` and `python` that are shown to a user; empty if it does."""
+    """How to activate the environment of the printed commands `bough` and `python`; empty if they are found."""
     script = Path(sys.executable).with_name("activate")
     python = str(script.with_name("python"))  # while pip's scripts are run by python3
     is_found = not script.exists() or shutil.which("python") == python
@@ -52,7 +52,7 @@ def activation() -> str:
 
 
 def certificate_flags(config: OrchestratorConfig, authority: str, cert: str, key: str) -> str:
-    """The files that a client of an orchestrator needs, by flags of these names; empty without TLS."""
+    """Flags with these names for the certificate files that a client needs; empty without TLS."""
     files = files_towards(config)
     given = {authority: files.authority, cert: files.cert, key: files.key}
     return "".join(f" {flag} {file}" for flag, file in given.items() if file)

@@ -16,7 +16,7 @@ STOPPING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 class StopSignals:
-    """How often a program was asked to stop since `stop_signals` began, and by what."""
+    """The number of stop signals since `stop_signals` began, and the latest one."""
 
     def __init__(self) -> None:
         self.number: signal.Signals | None = None  # the latest
@@ -30,7 +30,7 @@ class StopSignals:
         await self._first.wait()
 
     def arrived(self, number: signal.Signals) -> None:
-        """Note a signal; the first cancels the block unless it is awaited."""
+        """Record a signal; the first one cancels the block unless a caller awaits it."""
         self.number, self.is_repeated = number, self.number is not None
         self._first.set()
         if not self.is_repeated and not self._is_awaited:
@@ -42,10 +42,10 @@ class StopSignals:
 def stop_signals() -> Iterator[StopSignals]:
     """While the block runs, SIGINT, SIGTERM and the SIGHUP of a closed terminal (except under nohup) cancel its task.
 
-    SIGINT counts even if it is ignored, as by what a script starts with `&`.
+    SIGINT counts even if the process inherited it as ignored, as a script's `command &` does.
 
     Raises:
-        SystemExit: a signal cancelled the block, or came a second time; with the status that shells give it.
+        SystemExit: a signal cancelled the block, or came a second time; its status is the one that shells use.
     """
     loop, stop = asyncio.get_running_loop(), StopSignals()
     is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -67,7 +67,7 @@ def stop_signals() -> Iterator[StopSignals]:
 
 
 def ended_by_ctrl_c() -> AbstractContextManager[None]:
-    """While the block runs, SIGINT ends the process at once, whatever threads of a library, as of a download, still do.
+    """While the block runs, SIGINT ends the process at once, even if a library's threads still download.
 
     asyncio's own handler would wait until a command awaits.
     """

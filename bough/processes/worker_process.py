@@ -1,4 +1,4 @@
-"""A draft or target worker as a process: what both kinds have in common, and how they are served."""
+"""A draft or target worker as a process: the parts that both kinds share, and their server."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ class ServedWorker(ABC, Generic[Config]):
         return self._metrics.port
 
     def compile_grammar(self, call: GrowCall | VerifyCall) -> None:
-        """Compile the grammar of a call, so that no pass waits for it; may take a second, on any thread.
+        """Compile the grammar of a call before a pass needs it. May take a second; may be called on any thread.
 
         Raises:
-            InvalidRequest: it cannot be followed.
+            InvalidRequest: the grammar is invalid.
         """
         self.grammars.compile(call.sampling.grammar, call.context.cache_salt)
 
@@ -94,7 +94,7 @@ class ServedWorker(ABC, Generic[Config]):
         """Model, limits and load."""
 
     def _info(self, **own: Any) -> WorkerInfo:
-        """Fields of `info` that all workers have from the same places, and a worker's own ones."""
+        """The fields of `info` that are common to all workers, and the worker's `own` fields."""
         return WorkerInfo(
             kind=self.kind,
             worker_id=self._worker_id,
@@ -114,7 +114,7 @@ class ServedWorker(ABC, Generic[Config]):
         """Forget a session unless it has a newer epoch; epoch 0 always forgets."""
 
     def trouble(self) -> str:
-        """Why the worker cannot answer, where that raises no error; empty if it can."""
+        """Why the worker cannot answer, if calls raise no error; empty if it can."""
         return ""
 
     @abstractmethod
@@ -221,7 +221,7 @@ async def _serve(
         served = await stack.enter_async_context(serves)
         stage("loading the model")
         worker = await exit_if_stopped(stop, asyncio.to_thread(load))
-        stack.push_async_callback(asyncio.to_thread, worker.close)  # which waits for the sweep or draft step under way
+        stack.push_async_callback(asyncio.to_thread, worker.close)  # waits for the running sweep or draft step
         trim_heap()
         stage("registering")
         await check_compatibility(registry, worker.info(), worker.tokenizer, access)
@@ -240,7 +240,7 @@ async def _serve(
 async def watch(
     worker: ServedWorker[Any], served: Served, stop: asyncio.Event, every_seconds: float = WATCH_SECONDS
 ) -> None:
-    """Until `stop` is set, report health NOT_SERVING while a worker is in trouble."""
+    """Until `stop` is set, report health NOT_SERVING while `trouble` names a problem."""
     was_well = True
     while not stop.is_set():
         with suppress(TimeoutError):
@@ -257,4 +257,4 @@ async def drain_worker(served: Served, worker: ServedWorker[Any], kind: str, tim
     deadline = time.monotonic() + timeout_seconds
     await served.drain(f"this {kind} worker is draining; use another {kind} worker", timeout_seconds)
     draining = asyncio.wrap_future(worker.drain())
-    await asyncio.wait({draining}, timeout=max(0.0, deadline - time.monotonic()))  # does not cancel it
+    await asyncio.wait({draining}, timeout=max(0.0, deadline - time.monotonic()))  # does not cancel the drain

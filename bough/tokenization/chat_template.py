@@ -20,9 +20,9 @@ from bough.errors import InvalidRequest
 
 Messages = Sequence[tuple[str, str]]  # role and content of each
 Objects = Sequence[Mapping[str, object]]  # messages, or tools, with all fields that a template may read
-Variables = Mapping[str, object]  # further ones that a request sets, such as "enable_thinking"
+Variables = Mapping[str, object]  # additional ones that a request sets, such as "enable_thinking"
 NONE: Variables = {}
-# Variables that are the server's, or its template language's: no request may set them.
+# Variables of the server or of the template language, which requests may not set.
 RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
     | {"raise_exception", "strftime_now", *jinja2.defaults.DEFAULT_NAMESPACE}
@@ -36,8 +36,8 @@ _CANNOT_CONTINUE = (
 )
 FIELD = "chat.chat_template_kwargs"  # the JSON of variables that a request sets
 MAX_LENGTH = 16 * 1024  # characters of JSON
-MAX_DEPTH = 8  # of lists and objects in one another
-MAX_NUMBER = 10**7  # a template may repeat a text so often
+MAX_DEPTH = 8  # nesting of lists and objects
+MAX_NUMBER = 10**7  # largest number, as a template may repeat a text that often
 EFFORT, NO_EFFORT = "reasoning_effort", "none"
 SWITCHES = ("enable_thinking", "thinking")  # of Qwen, GLM and others; of DeepSeek and Granite
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
@@ -59,7 +59,7 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The variables that it reads, such as "messages" and, where it knows tools, "tools"."""
+        """The variables that it reads, such as "messages" and, if it supports tools, "tools"."""
         if self._template is None:
             return frozenset()
         return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
@@ -73,7 +73,7 @@ class ChatTemplate:
         if self._template is None:
             raise InvalidRequest("chat", f"{self._problem}; the prompt must be `text` or `token_ids`")
         try:
-            # Templates are written for transformers, which gives None where there are none.
+            # Templates expect transformers' behaviour, which passes None without tools.
             own = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": True}
             return self._template.render({**variables, **own, **self._special})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as exc:
@@ -106,13 +106,13 @@ class ChatTemplate:
 
 
 def _mark_beside(contents: Sequence[str]) -> str:
-    """A mark that is in none of them, found in one look at each: trying one after another could take hours."""
+    """A placeholder that occurs in no text, found in one pass: trying one after another could take hours."""
     runs = [len(run) for content in contents for run in re.findall(f"{_MARK}(y*)", content)]
     return _MARK + "y" * (max(runs) + 1) if runs else _MARK
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Parses `{% generation %}`, which marks the assistant's part for training, as its body alone."""
+    """Parses `{% generation %}`, which marks the assistant's part for training, as its body only."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -144,18 +144,18 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as transformers writes it for templates: not escaped for HTML, as jinja2's own filter does."""
+    """JSON as transformers writes it for templates, without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-@lru_cache(maxsize=64)  # a request asks for its choices and for its prompt
+@lru_cache(maxsize=64)  # called for both the choices and the prompt of a request
 def template_variables(text: str) -> Variables:
     """The variables of a JSON object, with the switches that "reasoning_effort" implies unless they are in it.
 
-    An effort of "none" switches thoughts off, another one switches them on: few templates read the effort itself.
+    An effort of "none" switches reasoning off, any other switches it on: few templates read the effort itself.
 
     Raises:
-        InvalidRequest: it is no such object, or has a variable that no request may set.
+        InvalidRequest: it is not a JSON object, or has a variable that requests may not set.
     """
     if not text:
         return NONE
@@ -177,7 +177,7 @@ def template_variables(text: str) -> Variables:
 
 
 def _require_plain(name: str, value: object, depth: int) -> None:
-    """Refuse numbers and depths by which a template could be made to do much work."""
+    """Refuse numbers and depths that could make a template run for long."""
     match value:
         case bool() | str() | None:
             return

@@ -80,7 +80,7 @@ class Tokenizer:
         return self._plain(self.template.render(messages, variables))
 
     def encode_objects(self, messages: Objects, tools: Objects, variables: Variables = NONE) -> list[int]:
-        """Tokens as `encode_chat` has them, of messages with further fields and of tools that may be called."""
+        """Tokens of a conversation, as in `encode_chat`, whose messages may have further fields, and of its tools."""
         template = self.tool_template if tools else self.template
         return self._plain(template.render_objects(messages, tools, variables))
 
@@ -98,7 +98,7 @@ class Tokenizer:
             return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def decode_showing(self, token_ids: Sequence[int], shown: Mapping[int, str]) -> str:
-        """Text as `decode` gives it, with the spellings of some special tokens."""
+        """Text as in `decode`, but with the texts of some special tokens."""
         text, begin = "", 0
         for index, token_id in enumerate(token_ids):
             if token_id in shown:
@@ -107,18 +107,18 @@ class Tokenizer:
         return text + self.decode(token_ids[begin:])
 
     def num_added(self, token_ids: Sequence[int]) -> int:
-        """How many of a prompt's first tokens `encode` adds itself, rather than reads in a text."""
+        """The number of leading tokens of a prompt that `encode` adds itself."""
         added = zip(token_ids, self._added_to_texts, strict=False)
         return len([*takewhile(lambda pair: pair[0] == pair[1], added)])
 
     def decode_prompt(self, token_ids: Sequence[int]) -> str:
-        """The text that is read as these tokens: special ones are spelled out, unless `encode` adds them."""
+        """The text that encodes to these tokens. It contains the texts of special ones, unless `encode` adds them."""
         return self.decode_showing(token_ids[self.num_added(token_ids) :], self.special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which may be part of a character; empty for an unused id.
 
-        Special tokens are spelled out.
+        Of a special token these are the bytes of its text.
         """
         token = (self._tokenizer.id_to_token(token_id) if 0 <= token_id <= MAX_ID else None) or ""
         if token in self.added_tokens:
@@ -131,13 +131,13 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> AddedTokens:
-        """Tokens that are whole texts apart from the vocabulary's, special ones included, by their spelling."""
+        """Tokens added to the vocabulary, including special ones, by their texts."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: AddedToken(token_id, token.special) for token_id, token in added.items()}
 
     @cached_property
     def special_tokens(self) -> dict[int, str]:
-        """The spellings of the tokens that are left out of decoded text."""
+        """The texts of the tokens that are left out of decoded text."""
         return {token.token_id: text for text, token in self.added_tokens.items() if token.is_special}
 
     @cached_property
@@ -146,7 +146,7 @@ class Tokenizer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        """Whether tokens are spelled in the byte-level alphabet."""
+        """Whether tokens are written in the byte-level alphabet."""
         decoder = json.loads(self._tokenizer.decoder.__getstate__()) if self._tokenizer.decoder else {}
         return "ByteLevel" in (decoder.get("type"), *(one.get("type") for one in decoder.get("decoders", ())))
 
@@ -161,7 +161,7 @@ class Tokenizer:
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise BoughError where the library panics: pyo3's PanicException is no Exception, and would never be answered."""
+    """Raise BoughError if the library panics: pyo3's PanicException is not an Exception, so nothing would catch it."""
     try:
         yield
     except BaseException as exc:

@@ -18,12 +18,12 @@ class TokenizerFiles:
     eos_token_ids: tuple[int, ...]
     bos_token: str = ""
     eos_token: str = ""
-    tool_template: str = ""  # the chat template where there are tools, if that is another
+    tool_template: str = ""  # the chat template for conversations with tools, if it differs
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:
         """Tokens in id order; empty text for unused ids."""
-        import tokenizers  # here, as clients do not install it
+        import tokenizers  # imported here, as clients do not install it
 
         vocab = tokenizers.Tokenizer.from_buffer(self.tokenizer_json).get_vocab(with_added_tokens=True)
         tokens = [""] * (max(vocab.values()) + 1)

@@ -135,5 +135,5 @@ def _has_version_6() -> bool:
 
 
 def test_a_host_whose_name_cannot_be_spelled_is_refused_as_one_that_is_not_there() -> None:
-    with pytest.raises(OSError, match=r"'a\.\.b' is no name of a host"):
+    with pytest.raises(OSError, match=r"'a\.\.b' is not a host name"):
         bound("a..b", 0)

@@ -165,7 +165,7 @@ async def test_answers_do_not_wait_for_a_draft_that_compiles_and_have_its_trees_
 async def test_a_draft_that_stays_dead_is_gone_on_without(cluster: Cluster) -> None:
     async with watched(cluster) as running, Client(cluster.address) as client:
         replace_command(running.cluster, "draft_worker", FAILS).process.kill()
-        given_up = await running.said("going on without it")
+        given_up = await running.said("continuing without it")
         assert given_up.startswith(
             "draft worker ended with status 1; its last line was: no such thing; 3 times in a row"
         )

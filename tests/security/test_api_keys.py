@@ -94,7 +94,7 @@ def test_one_of_a_tenants_keys_can_go_and_the_other_stays(tmp_path: Path, capsys
         (("add", "a", "--expires", "2027-01-31T00:00:00"), "--expires: must be a time such as"),
         (
             ("add", "a", "--expires", "2020-01-31T00:00:00Z"),
-            "--expires: must be a time to come, got 2020-01-31T00:00:00Z",
+            "--expires: must be in the future, got 2020-01-31T00:00:00Z",
         ),
         (("add", "a", "--exp", "2999-01-31T00:00:00Z"), "unrecognized arguments: --exp"),
         (("add", "a", "--sessions", "-1"), "--sessions: must be a number from 0"),

@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_refused_by_its_name(path: str, value: object, said
 
 
 def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="profile: no JSON: EOF"):
+    with pytest.raises(ConfigError, match="profile: invalid JSON: EOF"):
         parse_profile("{")
     with pytest.raises(ConfigError, match="profile: must be a JSON file, or one of a100"):
         load_profile("nowhere")

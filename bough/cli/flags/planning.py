@@ -25,13 +25,13 @@ PLAN_SETTINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig(TargetConfig):
-    """Settings of `bough plan`: those of the planned target, and of its machine, which may be another."""
+    """Settings of `bough plan`: the planned target's and its machine's, which may be another machine."""
 
     draft: str = setting("", "model folder, GGUF file or hub id of the draft, to include its time in each round")
     draft_bits: str = setting("auto", "the draft worker's --bits; 4 unpacks in every step", one_of(*DRAFT_BITS))
     bits: int = setting(
         0,
-        "bits of the layers' matrices, other than the model's: 4, 8 or 16",
+        "bits of the layers' matrices, instead of the model's: 4, 8 or 16",
         one_of(0, 4, 8, 16),
     )
     device: str = setting("", "cpu, or gpu with its own memory; by default this machine's", one_of("", "cpu", "gpu"))
@@ -45,7 +45,7 @@ class PlanConfig(TargetConfig):
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bough plan`."""
-    model = "GGUF file, model folder or hub id; of the weights headers are enough, of an unpacked model config.json"
+    model = "GGUF file, model folder or hub id; headers of the weights suffice, or config.json of an unquantized model"
     parser.add_argument("model", metavar="MODEL", help=model)
     texts = {setting.name: setting.metadata["help"] for setting in fields(PlanConfig)}
     for name in PLAN_SETTINGS:
@@ -57,11 +57,11 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bough shape`."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--vector", metavar="FILE", help="JSON list of acceptances by rank, or of such lists by depth")
-    source.add_argument("--from-live", action="store_true", help="what a running orchestrator has measured, smoothed")
+    source.add_argument("--from-live", action="store_true", help="the smoothed measurements of a running orchestrator")
     size = checked(number(int, 1, MOST_NODES))
-    parser.add_argument("--nodes", type=size, required=True, help="most nodes, the root included")
-    parser.add_argument("--levels", type=size, help="most levels, the root's included (any number by default)")
-    parser.add_argument("--max-children", type=size, help="most children of a node (as many as measured by default)")
+    parser.add_argument("--nodes", type=size, required=True, help="maximum nodes, including the root")
+    parser.add_argument("--levels", type=size, help="maximum levels, including the root's (default: unlimited)")
+    parser.add_argument("--max-children", type=size, help="maximum children of a node (default: as many as measured)")
     schemes = [scheme.value for scheme in Scheme]
     scheme = f"with --from-live: the scheme whose trees were counted (default {Scheme.TARGET.value})"
     parser.add_argument("--scheme", choices=schemes, help=scheme)
@@ -82,12 +82,21 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     add("--mix", default=DEFAULT_MIX, metavar="PROMPT:OUTPUT[:WEIGHT],...", help=mix)
     think = "mean time from an answer to the next question (default 0)"
     add("--think", type=amount, default=0.0, metavar="SECONDS", help=think)
-    gather = "longest wait of a sweep for sessions that draft, in sweeps (default 1)"
+    gather = "how long a sweep may wait for sessions that draft, in sweeps (default 1)"
     add("--gather", type=amount, default=1.0, metavar="SWEEPS", help=gather)
-    nodes = "trees of this size always, divided among sessions; with --depth"
+    nodes = "fixed tree size, divided among sessions; requires --depth"
     add("--nodes", type=checked(number(int, 2, MOST_NODES)), metavar="N", help=nodes)
-    add("--depth", type=checked(number(int, 1, MOST_NODES)), metavar="N", help="with --nodes: levels below the root")
-    add("--network", type=checked(number(float, 0, 1e3)), metavar="SECONDS", help="one-way time, not the profile's")
+    add("--depth", type=checked(number(int, 1, MOST_NODES)), metavar="N", help="with --nodes: depth below the root")
+    add(
+        "--network",
+        type=checked(number(float, 0, 1e3)),
+        metavar="SECONDS",
+        help="one-way network time, instead of the profile's",
+    )
     add("--seed", type=checked(number(int, 0)), default=1, help="seed of the random numbers (default 1)")
-    add("--no-purchases", action="store_true", help="do not work out what to buy next, which takes ten times as long")
+    add(
+        "--no-purchases",
+        action="store_true",
+        help="skip the search for the best next purchase, which takes ten times as long",
+    )
     add("--json", action="store_true", help="print one JSON line instead of a table")

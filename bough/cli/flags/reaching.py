@@ -22,7 +22,7 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def with_hint(error: BoughError) -> str:
-    """The text of an error that a call of an orchestrator ended with, and what to do where nobody answers."""
+    """The text of an error from a call to an orchestrator, with advice if no orchestrator answers."""
     return f"{error}; {MISSING}" if isinstance(error, NoAnswer) else str(error)
 
 

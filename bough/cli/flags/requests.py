@@ -13,7 +13,7 @@ from bough.protocol.generation import Constraint, GenerateOptions, Speculation
 from bough.protocol.sampling_params import PARAMETERS
 from bough.trees.tree_plan import Growth, Scheme, StaticShape, require_growth
 
-MOST_NODES = 4096  # of a shape for any target; each target has its own, lower limit
+MOST_NODES = 4096  # of a shape; each target has its own, lower limit
 BEST_FIRST = "best-first"
 CHAINS = re.compile(r"chain:(?P<alone>[1-9][0-9]{0,3})|chains:(?P<num>[1-9][0-9]{0,3})x(?P<length>[1-9][0-9]{0,3})")
 SIZES = ("budget", "width", "depth")
@@ -33,13 +33,26 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         add(flag, type=parameter.kind, default=default, help=parameter.help)
     bias = "added to the logit of a token, by its id; -inf bans it; may be repeated"
     add("--logit-bias", type=_bias, action="append", default=[], metavar="TOKEN=BIAS", help=bias)
-    add("--max-tokens", type=int, default=defaults.max_tokens, help="most tokens of the output (default 256)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the output; may be repeated")
-    add("--stop-token-id", type=int, action="append", default=[], metavar="ID", help="ends the output; may be repeated")
-    add("--include-stop", action="store_true", help="the stop text or token that ends the output is part of it")
-    add("--ignore-eos", action="store_true", help="go on past the model's own end")
+    add("--max-tokens", type=int, default=defaults.max_tokens, help="maximum tokens of the output (default 256)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a text that id of a token that ends the output; may be repeated",
+    )
+    add(
+        "--stop-token-id",
+        type=int,
+        action="append",
+        default=[],
+        metavar="ID",
+        help="id of a token that ends the output; may be repeated",
+    )
+    add("--include-stop", action="store_true", help="include the stop text or token in the output")
+    add("--ignore-eos", action="store_true", help="continue after the model's end-of-text token")
     add("--json-schema", metavar="FILE", help="the output is JSON that this JSON Schema allows")
-    add("--regex", help="the output is a text that this matches as a whole")
+    add("--regex", help="the whole output matches this regular expression")
     add("--choice", action="append", default=[], metavar="TEXT", help="the output is one of these; may be repeated")
     add("--grammar", metavar="FILE", help="the output follows this grammar, in llguidance's dialect of Lark")
     add_speculation(parser)
@@ -89,26 +102,26 @@ def _bias(text: str) -> tuple[int, float]:
 def add_speculation(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `speculation_from` reads."""
     add = parser.add_argument
-    add("--no-speculation", action="store_true", help="plain decoding: the same tokens, one a sweep")
+    add("--no-speculation", action="store_true", help="plain decoding: the same tokens, one per sweep")
     add("--budget", type=int, help="nodes of a tree that grows best first (default: trees size themselves)")
     add("--width", type=int, help="nodes of such a tree that a draft step expands")
-    add("--depth", type=int, help="levels of such a tree below the root")
+    add("--depth", type=int, help="maximum depth of such a tree below the root")
     growth = "best-first (default); FILE, a shape as `bough shape` prints it; chain:LENGTH, or chains:NUMxLENGTH"
     add("--growth", default=BEST_FIRST, metavar="HOW", help=growth)
     schemes = "how guesses are verified (default %(default)s); the others verify samples, in a shape or chains"
     add("--scheme", choices=[scheme.value for scheme in Scheme], default=Scheme.TARGET.value, help=schemes)
-    lookup = "most nodes from the session's own text; 0 is off (default: as the orchestrator is set)"
+    lookup = "maximum nodes from the session's own text; 0 disables (default: the orchestrator's setting)"
     add("--lookup", type=int, metavar="N", help=lookup)
 
 
 def read_json(flag: str, what: str, file: str) -> Any:
-    """The value in a file. Raises ConfigError, by the flag, which must be `what`."""
+    """The JSON value in a file. Raises ConfigError, which names the flag and says that it must be `what`."""
     try:
         return json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"{flag}: must be {what}, got {file}, which cannot be read: {exc.strerror}") from exc
     except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or nested too deeply
-        raise ConfigError(f"{flag}: must be {what}, got {file}, which is no JSON: {exc}") from exc
+        raise ConfigError(f"{flag}: must be {what}, got {file}, which is not JSON: {exc}") from exc
 
 
 def speculation_from(arguments: argparse.Namespace) -> Speculation:

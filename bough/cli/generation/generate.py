@@ -115,7 +115,7 @@ async def _ask(client: Client, history: list[Message], text: str, options: Gener
 async def _until_ctrl_c(
     client: Client, request_id: str, turn: Coroutine[None, None, CollectedAnswer]
 ) -> CollectedAnswer | None:
-    """The answer, aborted at Ctrl-C; None if nothing has begun then, or at a second Ctrl-C."""
+    """The answer, aborted at Ctrl-C; None if it had not begun by then, or at a second Ctrl-C."""
     answering = asyncio.create_task(turn)
     aborting: list[asyncio.Task[None]] = []
 
@@ -208,7 +208,7 @@ class CollectedAnswer:
         return event.text
 
     def remarks(self, options: GenerateOptions) -> Iterator[str]:
-        """What a reader of the text alone would miss."""
+        """A warning about the end of an answer that its text does not show."""
         if self.finished is None:
             return
         for warning in self.finished.warnings:
@@ -266,7 +266,7 @@ async def _read_line() -> str:
         nonlocal is_warned
         if is_warned:
             raise KeyboardInterrupt
-        is_warned = True  # it may have been meant for an answer that has just ended
+        is_warned = True  # the user may have meant an answer that has just ended
         print(f"\n/exit or Ctrl-D leaves\n{PROMPT}", end="", flush=True)
 
     loop.add_reader(sys.stdin, readable.set)

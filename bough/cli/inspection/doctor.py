@@ -50,7 +50,7 @@ async def doctor(arguments: argparse.Namespace) -> int:
         if worker.info.worker_id in calibrations:
             say(f"              {_describe_calibration(calibrations[worker.info.worker_id])}")
     if server.is_draftless:
-        say("draft         none, as set: guesses come from a session's own text")
+        say("draft         none, as configured: guesses come from a session's own text")
     return _conclude([*problems, *find_problems(server)])
 
 
@@ -72,7 +72,7 @@ async def _as_json(arguments: argparse.Namespace) -> int:
 
 
 def _problem(address: str, error: BoughError) -> str:
-    """Why an orchestrator does not tell of itself, on one line, as the text may be a stranger's."""
+    """Why an orchestrator returns no information, on one line, as the text may come from a stranger."""
     return on_one_line(f"{address}: {error}; {REFUSED}" if isinstance(error, Unauthenticated) else with_hint(error))
 
 
@@ -104,10 +104,10 @@ def _print_worker(worker: WorkerStatus) -> None:
     say(f"{info.kind:13} {worker.address}, {info.worker_id}, bough {info.bough_version}")
     say(f"              {info.model_name} ({info.model_description}), fingerprint {info.model_fingerprint}")
     if info.kind == "target":
-        say(f"              weights {info.weights_hash or 'are still being read for a hash over all of them'}")
+        say(f"              weights {info.weights_hash or 'hash not ready: they are still being read'}")
     say(
         f"              context {info.max_context}{limit}, trees up to {info.max_nodes} nodes, "
-        f"{info.num_sessions} sessions held, KV {info.kv_used_bytes / 1e9:.2f} of {info.kv_bytes / 1e9:.2f} GB"
+        f"{info.num_sessions} sessions, KV {info.kv_used_bytes / 1e9:.2f} of {info.kv_bytes / 1e9:.2f} GB"
     )
     if info.link_bytes_per_pass:
         say(f"              {info.link_bytes_per_pass / 1e9:.2f} GB over the link in every sweep, at most")

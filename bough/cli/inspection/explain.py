@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-LEAST_SECONDS = 0.0005  # activities that take less in every round have no column
+LEAST_SECONDS = 0.0005  # an activity that takes less in every round has no column
 COLOURS = {
     Mode.DRAFT: "tab:green",
     Mode.LOOKUP: "tab:blue",
@@ -130,7 +130,7 @@ def summary(decisions: Sequence[Decision]) -> Iterator[str]:
     yield _predictions(summed)
     if summed.plain_rate is not None:
         yield (
-            f"{summed.rate:.3g} tokens per second; plain decoding was expected to have {summed.plain_rate:.3g}, "
+            f"{summed.rate:.3g} tokens per second; plain decoding was predicted to reach {summed.plain_rate:.3g}, "
             f"of which that is {summed.rate / summed.plain_rate:.2f} times"
         )
     for mode, last in {decision.mode: decision for decision in decisions}.items():
@@ -139,18 +139,18 @@ def summary(decisions: Sequence[Decision]) -> Iterator[str]:
 
 def _predictions(summed: Account) -> str:
     if summed.token_bias is None or summed.seconds_bias is None:
-        return "nothing was predicted of these rounds"
+        return "these rounds have no predictions"
     parts = ", ".join(
         f"{name} {getattr(summed.expected, name):.3f}/{getattr(summed.real, name):.3f}" for name in PART_NAMES
     )
     return (
-        f"expected against real, over {summed.num_predicted} rounds: tokens {summed.token_bias:+.1%}, seconds "
+        f"predicted and real, over {summed.num_predicted} rounds: tokens {summed.token_bias:+.1%}, seconds "
         f"{summed.seconds_bias:+.1%}; mean seconds: {parts}"
     )
 
 
 def _title(session: str) -> str:
-    return f"session {session}" if session else "the session last at work"
+    return f"session {session}" if session else "the most recently active session"
 
 
 def save_decisions(decisions: Sequence[Decision], title: str, file: str) -> None:
@@ -169,7 +169,7 @@ def save_decisions(decisions: Sequence[Decision], title: str, file: str) -> None
     _draw_tokens(tokens, decisions)
     _draw_seconds(seconds, decisions)
     figure.suptitle(title)
-    seconds.set(xlabel="round, counted from the first that is remembered")
+    seconds.set(xlabel="round, counted from the first one recorded")
     seconds.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (sizes, tokens, seconds):
         axes.grid(alpha=0.3)
@@ -192,7 +192,7 @@ def _draw_sizes(axes: Axes, decisions: Sequence[Decision]) -> None:
         left_out, below = [d.num_left_out for d in decisions], [d.num_sent - d.num_left_out for d in decisions]
         axes.bar(places, left_out, bottom=below, color="none", edgecolor="tab:red", label="left out by the target")
     budgets = [each.budget for each in decisions]
-    axes.plot(places, budgets, "_", color="black", label="asked of the draft")
+    axes.plot(places, budgets, "_", color="black", label="requested from the draft")
     axes.set(ylabel="nodes", ylim=(0, None))
 
 

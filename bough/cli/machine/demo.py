@@ -137,7 +137,7 @@ class Contest:
         return ratio(self.warm.tokens_per_second, self.fixed[self.best_fixed].tokens_per_second)
 
     def table(self) -> Iterator[str]:
-        """Lines of a table with a column for each side, of fixed sizes only the best."""
+        """Lines of a table with a column for each side; only the best fixed size has one."""
         compared = [] if self.warm is None else [self.warm, self.fixed[self.best_fixed]]
         sides = [self.first, *compared, self.plain]
         yield f"{'':34}" + "".join(f"{side.title:>18}" for side in sides)
@@ -212,7 +212,7 @@ async def demo(arguments: argparse.Namespace) -> int:
         contest = await _run_all(client, arguments, workers["target"].max_nodes)
     print("\n" + "\n".join(contest.table()) + "\n")
     if arguments.simulate:
-        print("Workers were simulated: times are a profile's, and words mean nothing.")
+        print("Workers were simulated: times come from a profile, and the text is random words.")
     else:
         print("The target, block-expanded, has the text of SmolLM2-135M-Instruct and the cost of a 2.1 GB model.")
     models = {kind: _described(info) for kind, info in sorted(workers.items())}
@@ -225,7 +225,7 @@ async def _run_all(client: Client, arguments: argparse.Namespace, max_nodes: int
     """Run the prompt with trees and without; then, unless --budget is given, its first tokens with several sizes."""
     is_asked = arguments.budget is not None
     title = f"{arguments.budget} nodes" if is_asked else "self-sized, cold"
-    first_words = "of the size asked for" if is_asked else "that size themselves, of which nothing is known yet"
+    first_words = "of the requested size" if is_asked else "that size themselves, before anything is measured"
     legend = f"{GREEN}drafted{PLAIN}, {YELLOW}bonus{PLAIN}" if sys.stdout.isatty() else "greedy"
     print(f"prompt: {arguments.prompt}\n\nwith trees {first_words} ({legend}):\n")
     first = await _run(client, arguments, Speculation(budget=arguments.budget))
@@ -239,9 +239,9 @@ async def _run_all(client: Client, arguments: argparse.Namespace, max_nodes: int
 
 
 async def _run_grid(client: Client, arguments: argparse.Namespace, grid: list[int]) -> tuple[Side, dict[int, Side]]:
-    """Run each size twice, in order and reversed, so that a drift of the machine's speed affects all alike."""
+    """Run each size twice, in order and reversed: a drift of the machine's speed then affects all sizes alike."""
     tokens = min(GRID_TOKENS, arguments.max_tokens)
-    print(f"\nthe first {tokens} tokens again, in fixed sizes and self-sized (warm by now), in turns:\n")
+    print(f"\nthe first {tokens} tokens again, with fixed sizes and self-sized (now warm), by turns:\n")
     order = [*grid[:2], SELF_SIZED, *grid[2:]]
     runs: dict[int, list[Run]] = {nodes: [] for nodes in order}
     for nodes in [*order, *reversed(order)]:

@@ -1,7 +1,7 @@
-"""Division of one machine's memory among the processes of `bough up`: of CPU workers, or of a GPU that both share.
+"""Division of one machine's memory among the processes of `bough up`: CPU workers, or two workers on one GPU.
 
-A draft's needs are an upper bound from its headers and configuration, without torch. Memory that processes take besides
-weights and KV is that of docs/decisions/040-processes-of-bough-up.md, plus a margin.
+A draft's needs are an upper bound from its headers and configuration, without torch. The memory that processes need in
+addition to weights and KV is from docs/decisions/040-processes-of-bough-up.md, plus a margin.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ ORCHESTRATOR_BYTES = 150 * 1000**2
 WORKER_BYTES = 320 * 1000**2  # Python, torch, kernels and buffers
 SPARE_BYTES, SPARE_SHARE = 200 * 1000**2, 0.1  # left free, the larger of the two, for page cache and other programs
 LEAST_TARGET_BYTES = 100 * 1000**2  # smallest budget accepted here, below that of any model
-CONTEXT_BYTES = 1000**3  # of a process on a GPU: CUDA's context, libraries, graphs, and what a step computes
+CONTEXT_BYTES = 1000**3  # of a process on a GPU: CUDA's context, libraries, graphs and activations
 KV_SESSIONS = 8  # a draft's KV memory by default, in sessions of the longest context
 FLOATS = ("BF16", "F16", "F32")
 LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 ATTENTION_INTERVAL = 4  # every fourth layer has attention in Qwen3-Next and Qwen3.5, unless they say otherwise
-AUTO_BYTES = 2  # if the draft's dtype is not configured
+AUTO_BYTES = 2  # assumed if the draft's dtype is not configured
 PACKED_BITS = 4  # of a packed checkpoint whose bits are not stated
 
 
 class DraftNeeds(NamedTuple):
-    """Bytes that a draft takes besides its process."""
+    """Bytes that a draft takes in addition to its process."""
 
     weights: int
     session: int  # KV of a session of the longest context
-    step: int = 0  # what a step of recurrent layers computes
-    least: int | None = None  # KV for which there must be room; None is that of a session of the longest context
+    step: int = 0  # activations of a step of recurrent layers
+    least: int | None = None  # required KV; None stands for that of a session of the longest context
     row: int = 0  # KV of a token; 0 if unknown
 
 
@@ -69,7 +69,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A share for each process, and the workers' settings that respect it."""
+    """A share for each process, and the workers' settings with these limits."""
 
     free: int
     shares: tuple[Share, ...]
@@ -94,7 +94,7 @@ class Division:
 def divide(
     free: int, target: TargetConfig, draft: DraftConfig | None, needs: DraftNeeds | None, has_index: bool
 ) -> Division:
-    """Divide `free` bytes: the others get what they need, the target most of the rest; given settings are kept.
+    """Divide `free` bytes: the others get what they need, the target most of the rest. Explicit settings stay.
 
     `has_index` says whether an index runs here too. Workers compute in turns, so each gets all threads.
 
@@ -124,7 +124,7 @@ def divide(
 
 
 def require_kv(target: TargetConfig, memory: int) -> None:
-    """Raise ConfigError for a --kv-memory of the target that `memory` bytes for all of it cannot hold."""
+    """Raise ConfigError unless the target's --kv-memory is less than its whole memory of `memory` bytes."""
     if target.kv_memory >= memory:
         raise ConfigError(
             f"--kv-memory: must be less than {gigabytes(memory)}, which are for weights, KV and activations, got "
@@ -133,9 +133,9 @@ def require_kv(target: TargetConfig, memory: int) -> None:
 
 
 def require_session(target: TargetConfig, needs: DraftNeeds) -> None:
-    """Raise ConfigError for a --kv-memory that holds no session at all; `needs` are those of the target's model.
+    """Raise ConfigError if --kv-memory is too small for any session; `needs` are those of the target's model.
 
-    The worker refuses also what holds none of --max-context, once it knows the model's own limit.
+    Once it knows the model's own limit, the worker also refuses less than a session of --max-context.
     """
     least = (1 + target.max_nodes) * needs.row
     if 0 < target.kv_memory < least:
@@ -146,7 +146,7 @@ def require_session(target: TargetConfig, needs: DraftNeeds) -> None:
 
 
 class SharedGpu(NamedTuple):
-    """Settings of both, which keep within one GPU's memory, and why, for people."""
+    """Settings with which both fit into one GPU's memory, and an explanation for people."""
 
     target: TargetConfig
     draft: DraftConfig
@@ -154,13 +154,13 @@ class SharedGpu(NamedTuple):
 
 
 def on_one_gpu(target: TargetConfig, draft: DraftConfig) -> bool:
-    """Whether both may compute on the same one: on the first where nothing else is said."""
+    """Whether both may use the same GPU; without a setting that is the first one."""
     devices = [config.device for config in (target, draft)]
     return all(map(may_be_gpu, devices)) and _number(devices[0]) == _number(devices[1])
 
 
 def divide_gpu(target: TargetConfig, draft: DraftConfig, needs: DraftNeeds) -> SharedGpu:
-    """Settings with the draft's KV memory filled in. The target gets what the draft leaves; given values stay."""
+    """Settings with the draft's KV memory filled in. The target gets the rest. Explicit values stay."""
     least = needs.session if needs.least is None else needs.least
     kv = draft.kv_memory or max(least, min(MOST_BYTES, KV_SESSIONS * needs.session))
     share = CONTEXT_BYTES + needs.weights + needs.step + kv
@@ -170,7 +170,7 @@ def divide_gpu(target: TargetConfig, draft: DraftConfig, needs: DraftNeeds) -> S
     )
     draft = replace(draft, kv_memory=kv)
     if target.device_memory:
-        return SharedGpu(target, draft, f"{words}{gigabytes(target.device_memory)} for the target, as told")
+        return SharedGpu(target, draft, f"{words}{gigabytes(target.device_memory)} for the target, as set")
     reserve = target.device_reserve or share
     return SharedGpu(replace(target, device_reserve=reserve), draft, f"{words}most of the rest for the target")
 
@@ -181,7 +181,7 @@ def _number(device: str) -> int:
 
 
 def draft_needs(config: DraftConfig) -> DraftNeeds:
-    """Bytes of weights of all layers but identity copies, in the compute dtype; and KV of a long session.
+    """Bytes of all layers except identity copies, in the compute dtype, and the KV of a long session.
 
     Raises:
         CheckpointError: the model does not exist, or is damaged.
@@ -193,7 +193,9 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
     size = DTYPE_BYTES.get(config.dtype, AUTO_BYTES)
     quantization = whole.get("quantization_config") or text.get("quantization_config")
     unpacked = 8 * size / _least_bits(quantization, f"{where}.quantization_config")
-    unpacked, largest = (1.0, unpacked) if config.bits == "4" else (unpacked, 0.0)  # only the largest is written out
+    unpacked, largest = (
+        (1.0, unpacked) if config.bits == "4" else (unpacked, 0.0)
+    )  # only the largest matrix is dequantized at a time
     kept = _kept_layers(checkpoint, int(text.get("num_hidden_layers", 1)))
     weights = sum(
         _bytes_in_memory(place, size, unpacked)
@@ -201,7 +203,9 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
         if (found := LAYER.search(name)) is None or int(found[1]) in kept
     )
     packed = [place for place in checkpoint.tensors.values() if place.dtype not in FLOATS]
-    each = (place.num_bytes // max(1, math.prod(place.shape[:-2])) for place in packed)  # of a stack of experts: one
+    each = (
+        place.num_bytes // max(1, math.prod(place.shape[:-2])) for place in packed
+    )  # of a stack of experts, one expert at a time
     weights += largest * max(each, default=0)
     heads = int(text.get("num_attention_heads") or 1)
     head_dim = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
@@ -218,13 +222,13 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
         for num_tokens in (longest, min(LEAST_CONTEXT, longest))
     )
     step = states.step_bytes(GROWN_ROWS) if states else 0
-    is_known = "num_attention_heads" in text  # else it is what the model's class has by default, and this an estimate
+    is_known = "num_attention_heads" in text  # otherwise the model's class has a default, and this is an estimate
     least_context = None if config.max_context else least
     return DraftNeeds(int(weights), session, step, least_context, row_bytes if is_known else 0)
 
 
 def _states(text: dict[str, Any], kept: set[int], size: int, where: str) -> StateShape | None:
-    """Sizes of the recurrent layers that are kept, with numbers of `size` bytes. Raises CheckpointError."""
+    """Sizes of the recurrent layers that the draft uses, with numbers of `size` bytes. Raises CheckpointError."""
     if "linear_conv_kernel_dim" not in text:
         return None
     types = text.get("layer_types")
@@ -250,7 +254,7 @@ def _least_bits(quantization: object, where: str) -> int:
         for name, group in _object(quantization.get("config_groups"), f"{where}.config_groups").items()
     ]
     values = (fields.get(key) for fields in (quantization, *groups) for key in ("bits", "w_bit", "num_bits"))
-    found = [bits for bits in values if type(bits) is int and bits > 0]  # others are refused when the draft is loaded
+    found = [bits for bits in values if type(bits) is int and bits > 0]  # loading the draft refuses any other value
     return min(found, default=8 if quantization.get("quant_method") == "fp8" else PACKED_BITS)
 
 
@@ -262,7 +266,7 @@ def _object(value: object, where: str) -> dict[str, Any]:
 
 
 def _kept_layers(checkpoint: Checkpoint, num_layers: int) -> set[int]:
-    """Layers that change their input, without transformers: all but identity copies of a block expansion."""
+    """Layers other than identity copies of a block expansion, found without transformers."""
     manifest: Path = checkpoint.path / EXPANSION_NAME
     return set(json.loads(manifest.read_text())["working_layers"] if manifest.is_file() else range(num_layers))
 
@@ -270,7 +274,7 @@ def _kept_layers(checkpoint: Checkpoint, num_layers: int) -> set[int]:
 def _bytes_in_memory(place: TensorPlace, size: int, unpacked: float) -> float:
     """Bytes of a tensor with `size` bytes per number if plain, or `unpacked` times its stored bytes if packed.
 
-    A GGUF file tells how many numbers there are, and has some outside of layers, which do not stay packed.
+    A GGUF file stores the number of elements. Its tensors outside layers do not stay packed.
     """
     is_plain = place.dtype in FLOATS
     if place.dtype in BLOCKS:

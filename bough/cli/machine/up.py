@@ -44,8 +44,8 @@ HTTP_PORT = 8000  # the usual port of such servers
 INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the command line
 KEYS_VARIABLE = "BOUGH_ORCHESTRATOR_KEYS"
 NO_DRAFT = "none"
-DRAINING = "draining: what runs may finish, for {:g} s at most; Ctrl-C again ends it at once"
-DRAFT_FLAGS = {name: f"--draft-{name[2:]}" for name in ("--device", "--dtype", "--bits")}  # by the draft worker's own
+DRAINING = "draining: running requests have {:g} s to finish; Ctrl-C again ends them at once"
+DRAFT_FLAGS = {name: f"--draft-{name[2:]}" for name in ("--device", "--dtype", "--bits")}  # by the draft worker's names
 MODEL_FLAGS = (
     "target", "drop_layers", "dtype", "device_memory", "kv_memory", "host_memory", "draft_bits",
     "draft_device", "draft_dtype",
@@ -97,9 +97,9 @@ async def up(arguments: argparse.Namespace) -> int:
 
 
 async def target_lines(client: Client, model: str) -> list[str]:
-    """The longest session, what limits it, and what streams; nothing where only holders of an API key may know.
+    """Lines on the longest session, its limit, and what streams; none if an API key is required.
 
-    How fast that is, `bough plan` predicts: at a start processes share the disk, and what they measure is too slow.
+    `bough plan` predicts the speed: processes that start together share the disk, and would measure too slow a link.
     """
     try:
         async with client:
@@ -111,7 +111,7 @@ async def target_lines(client: Client, model: str) -> list[str]:
         f"context: {context} tokens of prompt and answer{f', limited by {limit}' if limit else ''}"
         for context, limit in limits.items()
     )
-    hint = f"; how fast that is: bough plan {model}" if model else ""
+    hint = f"; `bough plan {model}` predicts the speed" if model else ""
     moved = {info.link_bytes_per_pass: None for info in infos}
     above = [f"warning: {note}" for info in infos for note in info.notes if note.startswith("--max-context: ")]
     return [*contexts, *above, *(f"every sweep moves {gigabytes(num_bytes)} of layers{hint}" for num_bytes in moved)]
@@ -123,7 +123,7 @@ def ports_of(config: OrchestratorConfig) -> dict[str, int]:
 
 
 def require_files(settings: Settings) -> None:
-    """Read files of keys, secrets and certificates, which each process would find fault with when it starts.
+    """Read the files of keys, secrets and certificates, so that errors are found before any process starts.
 
     Raises:
         ConfigError: names the setting of a file that cannot be used.
@@ -137,10 +137,9 @@ def require_files(settings: Settings) -> None:
 
 
 def require_models(settings: Settings) -> None:
-    """Fetch models of the hub, and open all models, so that one that is not there is named by the command's own flag.
+    """Fetch models from the hub and open all models; an error names the flag of this command.
 
-    Those of this machine come first, as fetching takes long; a demonstration model that is still to be written is left
-    out.
+    Local models come first, as fetching takes long. A demonstration model that does not exist yet is skipped.
 
     Raises:
         CheckpointError: a model cannot be fetched, does not exist or is damaged.
@@ -156,7 +155,7 @@ def require_models(settings: Settings) -> None:
 
 @contextmanager
 def by_flag(flag: str) -> Iterator[None]:
-    """Name a model by the flag that gave it in errors of the block."""
+    """Make errors of the block name the flag that set the model."""
     try:
         yield
     except InvalidModel as exc:
@@ -172,19 +171,19 @@ def models_of(settings: Settings) -> dict[str, str]:
 
 
 def require_pair(target: str, draft: str) -> None:
-    """Compare the tokenizers of two models, as far as files tell without torch; the workers compare the rest.
+    """Compare the tokens in two models' files, without torch; the workers compare the rest.
 
     Raises:
         PairingError: a token differs.
     """
     ours, theirs = vocabulary_of(target), vocabulary_of(draft)
-    length = min(len(ours), len(theirs))  # what configurations add to files comes after these
+    length = min(len(ours), len(theirs))  # tokens that configurations add come after those of the files
     if target != draft and (difference := first_difference(theirs[:length], ours[:length])):
         raise PairingError(f"--draft: {draft} must have the tokenizer of {target}: {difference}")
 
 
 def vocabulary_of(model: str) -> Sequence[str]:
-    """The tokens in a model's own files; none if it has no such file."""
+    """The tokens in a model's own files; empty if there are none."""
     path = resolve(files_of(model))
     with suppress(OSError, ValueError, CheckpointError):  # a worker names the problem
         return container_of(path).tokens()
@@ -192,7 +191,7 @@ def vocabulary_of(model: str) -> Sequence[str]:
 
 
 def files_of(model: str) -> str:
-    """The model, or what the demonstration model is to be written from, if it is that and is not there."""
+    """The model, or the original from which a missing demonstration model will be written."""
     is_there = model != str(demonstration_folder()) or is_written(demonstration_folder(), DEMONSTRATION_COPIES)
     return model if is_there else str(original_file())
 
@@ -204,7 +203,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
         ConfigError: names the invalid flag.
     """
     for name in ("target", "draft", "simulate", "drop_layers"):
-        if getattr(arguments, name) == "":  # as of a shell's variable that is not set; it would mean the demonstration
+        if getattr(arguments, name) == "":  # from an unset shell variable; it would select the demonstration
             raise ConfigError(f"--{name.replace('_', '-')}: must have a value, or be left out, got ''")
     target, draft = _simulated(arguments) if arguments.simulate else _workers(arguments)
     return Settings(
@@ -258,7 +257,7 @@ def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> Orch
     flags = ["--draft", "workers" if has_draft else NO_DRAFT, *_given("--port", arguments.port)]
     flags += [*_given("--planner", arguments.planner), *_given("--http-port", arguments.http_port)]
     config = parse(OrchestratorConfig, "orchestrator", flags, os.environ)
-    if config.http_port == 0:  # fixed here, so that it stays the same after a restart
+    if config.http_port == 0:  # chosen once, to stay the same after a restart
         return replace(config, http_port=free_port(config.host, HTTP_PORT if config.port != HTTP_PORT else 0))
     return config
 
@@ -289,12 +288,12 @@ def _draft_config(
     except InvalidSetting as exc:
         raise exc.named(DRAFT_FLAGS.get(exc.field, exc.field)) from exc
     if config.ahead_steps < 0 and _gpu(config.device) == _gpu(target.device):
-        return replace(config, ahead_steps=0)  # they would delay the target's sweeps
+        return replace(config, ahead_steps=0)  # drafting ahead would delay the target's sweeps
     return config
 
 
 def _gpu(device: str) -> str:
-    """A device setting as torch numbers it; `auto` is taken for the first GPU."""
+    """A device as torch numbers it; `auto` counts as the first GPU."""
     return "cuda:0" if device in ("auto", "cuda") else device
 
 
@@ -306,7 +305,7 @@ def announce_first_start() -> None:
     """Announce the compilation of kernels if none are cached."""
     if not next(compiled_folder().rglob("*.nbc"), None):
         print(
-            "the first start compiles kernels for this processor, which takes some 20 s on two processors",
+            "the first start compiles kernels for this processor, which takes about 20 s on two cores",
             file=sys.stderr,
         )
 
@@ -314,8 +313,8 @@ def announce_first_start() -> None:
 def divided(settings: Settings, report: Callable[[str], None]) -> Settings:
     """Settings with a memory budget for each worker; `report` is called with the division.
 
-    Settings with a GPU or a simulated worker are returned unchanged: such workers find their budgets themselves. But of
-    two workers on one GPU the target leaves the draft its share, whichever starts first.
+    Settings with a GPU or a simulated worker are returned unchanged, as such workers set their own budgets. The
+    exception is two workers on one GPU: the target's budget leaves the draft its share, whichever starts first.
 
     Raises:
         ConfigError: there is too little memory.

@@ -1,4 +1,4 @@
-"""Where the layers of the demonstration go, as `bough plan` and `bough up` agree."""
+"""Where `bough plan` and `bough up` place the layers of the demonstration."""
 
 from __future__ import annotations
 

@@ -103,10 +103,10 @@ def _places(plan: Plan) -> Iterator[str]:
     yield f"        one letter a layer: {legend}"
     disk_bytes = placement.num_bytes(Tier.DISK)
     kv, layer_bytes = placement.fixed.host_kv, placement.num_bytes(Tier.HOST) + disk_bytes
-    beside = f", and KV of what its sessions hold, {gigabytes(kv)} at most" if kv else ""
+    beside = f", and the KV of its sessions, {gigabytes(kv)} at most" if kv else ""
     if placement.expert_bytes:
         yield (
-            f"experts {gigabytes(placement.expert_bytes)}, of which those move that rows choose and that are not among "
+            f"experts {gigabytes(placement.expert_bytes)}; a sweep moves those that its rows choose, except the "
             f"the {gigabytes(placement.fixed.experts)} that stay"
         )
     yield f"every sweep moves {gigabytes(layer_bytes)} of layers, {gigabytes(disk_bytes)} of it from disk{beside}"
@@ -135,11 +135,11 @@ def _sweeps(plan: Plan) -> Iterator[str]:
         yield (
             f"{tokens:8}{link:10.3f}{sweep.compute_seconds(tokens):11.3f}{sweep.seconds(tokens):10.3f}   {limit}{knee}"
         )
-    yield "compute is matrix products alone: attention, norms and drawing come on top, which in small layers is most"
+    yield "compute counts matrix products only; attention, norms and sampling add to it, and dominate in small layers"
     if sweep.expert_seconds:
-        yield "experts are reckoned as if rows chose with equal chances, each for itself: real ones are more alike"
+        yield "experts are assumed to be chosen uniformly and independently; real rows choose more alike"
     if sweep.knee == 0:
-        yield f"no knee: {sweep.rows.step} rows already compute for longer than the link takes"
+        yield f"no knee: {sweep.rows.step} rows already take longer to compute than to move over the link"
 
 
 def _rates(plan: Plan) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _rates(plan: Plan) -> Iterator[str]:
 def _drafting(plan: Plan) -> str:
     draft = plan.draft
     if draft is None:
-        return "drafting is taken to cost nothing (--draft names a model to reckon with)"
+        return "drafting is assumed to cost nothing (--draft names a draft model)"
     return (
         f"{draft.num_steps} draft steps of {draft.step_seconds:.4f} s, the longer of reading\n"
         f"{gigabytes(draft.weight_bytes)} from memory and computing {draft.width} rows, on a device as fast as the "

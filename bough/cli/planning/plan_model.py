@@ -49,8 +49,8 @@ from bough.sizing.cost_model import (
 from bough.sizing.placement import TIMES_AS_SLOW, Budgets, Placement, Tier, place_with
 
 TOKENS_PER_ROUND = (1.0, 3.0, 5.0, 8.0, 12.0)  # bonus token included, for which speeds are predicted
-MOST_GPUS = 64  # of a machine that is not here
-COMPARED_ROWS = 256  # measured besides the rows of a chunk
+MOST_GPUS = 64  # default of a machine other than this one
+COMPARED_ROWS = 256  # also measured, in addition to the rows of a chunk
 GIGA, TERA = 1e9, 1e12
 
 
@@ -136,7 +136,7 @@ def make_plan(settings: PlanConfig) -> Plan:
 
 
 def _require_budgets(settings: PlanConfig, is_gpu: bool) -> None:
-    """Raise ConfigError for a GPU that is not here and whose machine's memory is not told."""
+    """Raise ConfigError for a GPU of another machine if its memory is not given."""
     for flag, given, size in (("device", settings.device_memory, 24), ("host", settings.host_memory, 128)):
         if is_gpu and not has_gpu() and not given:
             raise ConfigError(f"--{flag}-memory: missing; must be a size such as {size}GB, as this machine has no gpu")
@@ -146,7 +146,7 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
     """The speeds that the plan needs, from flags or measured on this machine.
 
     Raises:
-        ConfigError: names the flag of a speed that is neither given nor measurable.
+        ConfigError: names the flag of a speed that is not given and cannot be measured here.
     """
     dtype, device = DTYPES[settings.dtype], find_device(is_gpu)
     is_here = not is_gpu or has_gpu()
@@ -177,18 +177,21 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
 
 
 def _crossing_speed(settings: PlanConfig, host_link: Speed | None) -> Speed | None:
-    """Between two GPUs: as told, or measured where there are two, or what the way through the host's memory allows."""
+    """Speed between two GPUs: given, or measured if there are two, or that of copies through the host's memory."""
     if told := _given("--crossing-speed", settings.crossing_speed, GIGA):
         return told
     if num_gpus() > 1:
         return crossing_speed("cuda:0", settings.resident_devices[0][0])
     if host_link is None:
         return None
-    return Speed(host_link.per_second / TIMES_AS_SLOW, "assumed: through the host's memory, as no second gpu is here")
+    return Speed(
+        host_link.per_second / TIMES_AS_SLOW,
+        "assumed: copies through the host's memory, as this machine has no second gpu",
+    )
 
 
 def _given(flag: str, value: float, unit: float) -> Speed | None:
-    return Speed(value * unit, f"as told by {flag}") if value else None
+    return Speed(value * unit, f"set by {flag}") if value else None
 
 
 def draft_cost(settings: PlanConfig, speeds: Speeds, is_gpu: bool) -> DraftCost:
@@ -207,7 +210,7 @@ def draft_cost(settings: PlanConfig, speeds: Speeds, is_gpu: bool) -> DraftCost:
 
 
 def _draft_unpack_speed(settings: PlanConfig, shapes: ModelShapes, speeds: Speeds, is_gpu: bool) -> float:
-    """Bytes written a second, of a draft that stays packed."""
+    """Unpacked bytes written per second, for a draft that stays packed."""
     if not is_gpu or shapes.packed is None:
         why = f"{settings.draft} is not packed" if is_gpu else "on the CPU nothing stays packed"
         raise ConfigError(f"--draft-bits: must be auto or 16, got 4: {why}")

@@ -33,14 +33,14 @@ async def simulate(arguments: argparse.Namespace) -> int:
     print(f"{arguments.profile}: {scenarios[0].profile.source}\n")
     print("\n".join(_table([report for report, _ in found])))
     for report, bought in found:
-        print(f"\n{_workers(report)}: what bends first is {report.bottleneck}.")
+        print(f"\n{_workers(report)}: the first bottleneck is {report.bottleneck}.")
         for each in bought:
             print(
-                f"  {each.name:44} {each.user_gain:+7.1%} tokens per second of a user, "
+                f"  {each.name:44} {each.user_gain:+7.1%} tokens per second per user, "
                 f"{each.throughput_gain:+7.1%} of all; p95 of answers {-each.p95_latency_gain:+7.1%}"
             )
         if not report.is_complete:
-            print("  stopped after the most rounds that are simulated: percentiles are of fewer requests than wanted")
+            print("  stopped at the limit of simulated rounds: percentiles cover fewer requests than intended")
     return 0
 
 
@@ -102,7 +102,7 @@ def _fixed(arguments: argparse.Namespace) -> BestFirst | None:
 
 
 def _run(scenario: Scenario, *, with_purchases: bool) -> tuple[CapacityReport, list[Purchase]]:
-    from simulator.capacity import purchases  # SimPy is an extra that a list of profiles needs not
+    from simulator.capacity import purchases  # SimPy is an extra, which a list of profiles does not need
     from simulator.capacity import simulate as run
 
     report = run(scenario)
@@ -118,19 +118,19 @@ def _workers(report: CapacityReport) -> str:
 
 
 def _table(reports: list[CapacityReport]) -> list[str]:
-    """A line for each figure, a column for each report."""
+    """A table with a line for each figure and a column for each report."""
     rows: list[tuple[str, list[str]]] = [
         ("users", [str(each.num_users) for each in reports]),
-        ("tokens per second, all together", [f"{each.tokens_per_second:.4g}" for each in reports]),
-        ("tokens per second of a user", [f"{each.user_tokens_per_second:.3g}" for each in reports]),
+        ("tokens per second, all users", [f"{each.tokens_per_second:.4g}" for each in reports]),
+        ("tokens per second per user", [f"{each.user_tokens_per_second:.3g}" for each in reports]),
     ]
     for title, name in (("first token", "ttft"), ("seconds per token", "tpot"), ("whole answer", "latency")):
         values = [getattr(each, name) for each in reports]
         rows.append((f"{title}: p50 / p95 / p99, s", [" / ".join(f"{v:.3g}" for v in value) for value in values]))
     rows += [
-        ("nodes, levels of a tree", [f"{each.nodes:.3g}, {each.depth:.2g}" for each in reports]),
+        ("nodes, depth of a tree", [f"{each.nodes:.3g}, {each.depth:.2g}" for each in reports]),
         ("tokens, seconds of a round", [f"{each.tokens_per_round:.3g}, {each.round_seconds:.3g}" for each in reports]),
-        ("rows, riders of a sweep", [f"{each.rows_per_sweep:.4g}, {each.riders_per_sweep:.3g}" for each in reports]),
+        ("rows, sessions of a sweep", [f"{each.rows_per_sweep:.4g}, {each.riders_per_sweep:.3g}" for each in reports]),
         (
             "busy: link, target, draft",
             [f"{each.link_busy:.0%}, {each.target_busy:.0%}, {each.draft_busy:.0%}" for each in reports],

@@ -92,7 +92,7 @@ def test_flags_that_cannot_be_used_are_refused_by_name(flags: list[str], message
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[0, 0, 1]", "must have a list `parents` of nodes"),
         ('{"parents": [0, true]}', "must have a list `parents` of nodes"),
         ('{"parents": [0, 2]}', r"parents\[1\]: must be 0 to 1, .*, got 2"),

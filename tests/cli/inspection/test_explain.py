@@ -69,7 +69,7 @@ def test_of_fixed_sizes_nothing_was_expected() -> None:
     summed = account([FIXED])
     assert (summed.token_bias, summed.seconds_bias, summed.plain_rate) == (None, None, None)
     assert summed.rate == 4.0
-    assert "nothing was predicted of these rounds" in "\n".join(summary([FIXED]))
+    assert "these rounds have no predictions" in "\n".join(summary([FIXED]))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_summary_compares_and_gives_the_last_reasons() -> None:
     text = "\n".join(summary([DRAFTED, PLAIN]))
     assert "6 tokens in 2 rounds and 2.25 s; 20.5 nodes a round; rounds: 50% draft, 50% lookup" in text
     assert "over 2 rounds: tokens -10.0%, seconds -6.7%" in text
-    assert "2.67 tokens per second; plain decoding was expected to have 1.08, of which that is 2.46 times" in text
+    assert "2.67 tokens per second; plain decoding was predicted to reach 1.08, of which that is 2.46 times" in text
     assert "last draft: round 1, drafting pays" in text
     assert "last lookup: round 2, drafting does not pay" in text
 

@@ -192,7 +192,7 @@ async def test_a_draft_that_does_not_fit_is_named_before_a_model_is_written(
 def test_space_for_the_demonstration_is_looked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(3 * 10**9, 10**9, 2 * 10**9))
-    with pytest.raises(ConfigError, match=r"2.3 GB are to be written and 2.0 GB are free; set BOUGH_CACHE_DIR"):
+    with pytest.raises(ConfigError, match=r"2.3 GB are needed and 2.0 GB are free; set BOUGH_CACHE_DIR"):
         ensure_demonstration()
 
 

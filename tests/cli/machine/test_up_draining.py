@@ -72,7 +72,7 @@ async def test_an_answer_is_finished_before_the_processes_end(tmp_path: Path) ->
         assert sum(len(each.token_ids) for each in events if isinstance(each, Tokens)) == OPTIONS.max_tokens
         _, errors = await asyncio.to_thread(process.communicate, timeout=60)
         assert process.returncode == 0
-        assert "draining: what runs may finish, for 25 s at most; Ctrl-C again ends it at once" in errors
+        assert "draining: running requests have 25 s to finish; Ctrl-C again ends them at once" in errors
 
 
 async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_a_70b_from_its_config_alone(llama_70b: str, capsys: pytest.CaptureFixtu
     assert packed["host_bytes"] <= 128e9
     assert packed["link_seconds"] == pytest.approx(packed["sweep_bytes"]["link"] / 25e9)
     assert packed["knee_tokens"] == 256
-    assert packed["speeds"]["compute"] == {"per_second": 80e12, "origin": "as told by --compute-speed"}
+    assert packed["speeds"]["compute"] == {"per_second": 80e12, "origin": "set by --compute-speed"}
 
 
 def test_the_demonstration_is_planned_as_bough_up_starts_it(

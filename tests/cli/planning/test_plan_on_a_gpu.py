@@ -72,8 +72,8 @@ def test_what_hidden_states_cross_for_is_reckoned_with(folder: Path) -> None:
             assert plan.sweep.crossing_seconds(tokens) == pytest.approx(wanted)
             beside = plan.sweep.compute_seconds(tokens) - alone.sweep.compute_seconds(tokens)
             assert beside == pytest.approx(wanted)
-    assert as_json(both)["speeds"]["crossing"]["origin"].startswith("assumed: through the host's memory")
-    assert as_json(told)["speeds"]["crossing"]["origin"] == "as told by --crossing-speed"
+    assert as_json(both)["speeds"]["crossing"]["origin"].startswith("assumed: copies through the host's memory")
+    assert as_json(told)["speeds"]["crossing"]["origin"] == "set by --crossing-speed"
     assert (alone.sweep.crossing_seconds(256), alone.speeds.crossing) == (0.0, None)
 
 

@@ -72,9 +72,9 @@ def test_a_vector_may_differ_by_depth(capsys: pytest.CaptureFixture[str], tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0.5, 0.2", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ("\xff", "is no JSON"),
+        ("0.5, 0.2", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("\xff", "is not JSON"),
         ("[]", "must be a list of probabilities by rank"),
         ("[0.5, -0.1]", "[1]: must be a probability from 0 to 1, got -0.1"),
         ("[0.5, NaN]", "[1]: must be a probability from 0 to 1, got nan"),

@@ -358,7 +358,7 @@ async def test_a_request_s_own_id_is_its_answer_s(door: HttpStack, path: str, pr
     ("body", "message"),
     [
         (b"", "body: must be a JSON object, got "),
-        (b"{", "body: must be a JSON object, got no JSON: EOF while parsing an object at line 1 column 1"),
+        (b"{", "body: must be a JSON object, got invalid JSON: EOF while parsing an object at line 1 column 1"),
         (b'["x"]', "body: must be a JSON object, got ['x']"),
         (b"null", "body: must be a JSON object, got null"),
         (b'{"messages": NaN}', "messages: "),
