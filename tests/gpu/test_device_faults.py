@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,8 +39,11 @@ from tests.fakes.target import LIMITS, NO_GRAMMARS, Clock, FakeModel, new_pool, 
 STICKY = "CUDA error: an illegal memory access was encountered\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"
 
 
+LOST = torch.AcceleratorError(STICKY)
+
+
 def failing_once(monkeypatch: pytest.MonkeyPatch, error: Exception, at: int) -> None:
-    """The so manieth attention fails, in the middle of a layer."""
+    """The attention call of this number fails, in the middle of a layer."""
     calls, index_copy = [0], torch.Tensor.index_copy_
 
     def fail(self: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -51,14 +55,47 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, error: Exception, at: int) -> 
     monkeypatch.setattr(torch.Tensor, "index_copy_", fail)
 
 
-def test_a_device_that_is_lost_ends_the_process(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call would answer with the same error for ever, while the worker went on taking sessions."""
+def lost(*_: Any) -> torch.Tensor:
+    raise LOST
+
+
+def sweep(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_once(monkeypatch, LOST, at=4)
+    three_sweeps(model, device())
+
+
+def copy_layers(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PretendedEvent, "synchronize", lost)
+    model.tiers.restart()
+    three_sweeps(model, device())
+
+
+def warm_up(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = model.skeleton.kv_shape()
+    slot = KVArena(shape, shape.empty(40, device())).take(40)
+    failing_once(monkeypatch, LOST, at=1)
+    model.warm_up(slot, 8)
+
+
+def read_logits(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = torch.ones(3).to(device())
+    monkeypatch.setattr(torch.Tensor, "copy_", lost)
+    RowReader().read(row)
+
+
+@pytest.mark.parametrize("act", [sweep, copy_layers, warm_up, read_logits])
+def test_a_device_that_is_lost_is_named_and_ends_the_process(
+    act: Callable[[StreamedModel, pytest.MonkeyPatch], None], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise every later call would fail with the same error, while the worker accepted sessions."""
     ended: list[Exception] = []
     monkeypatch.setattr(faults, "exit_soon", ended.append)
-    with pretending(), on_the_device(tiny, Where(), torch.float32) as model:
-        failing_once(monkeypatch, torch.AcceleratorError(STICKY), at=4)
-        with pytest.raises(AcceleratorLost, match=r"illegal memory access was encountered$"):
-            three_sweeps(model, device())
+    with (
+        pretending(),
+        on_the_device(tiny, Where(), torch.float32) as model,
+        pytest.raises(AcceleratorLost, match=r"illegal memory access was encountered$"),
+    ):
+        act(model, monkeypatch)
     assert [type(error) for error in ended] == [AcceleratorLost]
 
 
@@ -100,50 +137,17 @@ def test_a_runtime_error_on_a_cpu_is_what_it_is() -> None:
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def test_a_device_that_is_lost_in_warming_up_and_in_a_verdict_is_named(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of logits are read for the first time after the sweep."""
-    ended: list[Exception] = []
-    monkeypatch.setattr(faults, "exit_soon", ended.append)
-    with pretending(), on_the_device(tiny, Where(), torch.float32) as model:
-        shape = model.skeleton.kv_shape()
-        slot = KVArena(shape, shape.empty(40, device())).take(40)
-        failing_once(monkeypatch, torch.AcceleratorError(STICKY), at=1)
-        with pytest.raises(AcceleratorLost):
-            model.warm_up(slot, 8)
-        row = torch.ones(3).to(device())
-        monkeypatch.setattr(torch.Tensor, "copy_", _lost)
-        with pytest.raises(AcceleratorLost):
-            RowReader().read(row)
-    assert [type(error) for error in ended] == [AcceleratorLost] * 2
-
-
-def test_a_device_that_is_lost_while_it_copies_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[Exception] = []
-    monkeypatch.setattr(faults, "exit_soon", ended.append)
-    with pretending(), on_the_device(tiny, Where(), torch.float32) as model:
-        monkeypatch.setattr(PretendedEvent, "synchronize", _lost)
-        model.tiers.restart()
-        with pytest.raises(AcceleratorLost, match=r"illegal memory access was encountered$"):
-            three_sweeps(model, device())
-    assert [type(error) for error in ended] == [AcceleratorLost]
-
-
-def _lost(*_: Any) -> torch.Tensor:
-    raise torch.AcceleratorError(STICKY)
-
-
 def test_after_memory_ran_out_the_next_sweep_is_right(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretending(), on_the_device(tiny, Where(), torch.float32) as model:
         wanted = three_sweeps(model, device())
+        assert model.num_layers_begun == 3 * len(model.tiers.layers), "by which a sweep that hangs is noticed"
         failing_once(monkeypatch, torch.OutOfMemoryError("tried to allocate 2 GiB"), at=4)
         with pytest.raises(AcceleratorFull, match=r"pretend:0 has no memory left: tried to allocate 2 GiB"):
             three_sweeps(model, device())
         assert torch.equal(three_sweeps(model, device()), wanted)
 
 
-def test_the_reason_is_the_last_line_and_the_status_is_not_0() -> None:
+def test_the_process_ends_with_the_reason_as_its_last_line_and_its_own_status() -> None:
     code = "import time; from bough.runtime.exit_status import exit_soon; "
     code += "exit_soon(Exception('cuda:0 is lost')); time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -243,13 +247,6 @@ async def test_health_says_so_while_it_lasts() -> None:
 
     await asyncio.wait_for(watch(Worker(), Served(), stop, every_seconds=0.01), 10)
     assert said == [False, True]
-
-
-def test_a_sweep_counts_the_layers_that_it_begins(tiny: Path) -> None:
-    with pretending(), on_the_device(tiny, Where(), torch.float32) as model:
-        three_sweeps(model, device())
-        assert isinstance(model, StreamedModel)
-        assert model.num_layers_begun == 3 * len(model.tiers.layers)
 
 
 def test_memory_that_runs_out_at_the_start_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from loadtest.common.packed_model import pack
 from loadtest.common.tiny_model import save_model
 from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.fakes.model.families import FAMILIES, KINDS, MIXTURES, of_two_layers
-from tests.fakes.model.packed_files import in_words
+from tests.fakes.model.packed_files import packed_as
 from tests.fakes.models import CPU
 from tests.fakes.tiers import long_but
 from tests.model.running.test_cuda_graphs import batch_of, run_again, slots_in
@@ -79,29 +79,18 @@ def test_steps_are_captured_and_right(family: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["compressed-tensors", "gptq", "awq"])
-def test_a_packed_draft_stays_packed_and_says_the_same(method: str, tiny: Path, tmp_path: Path) -> None:
-    """Its matrices take a fifth of the room, and the largest is there once more, written out."""
-    folder = tmp_path / method
-    if method == "compressed-tensors":
-        pack(tiny, 4, folder)
-    else:
-        in_words(folder, method, True, tiny)
+def test_a_packed_draft_gives_the_same_logits_on_each_gpu_packed_or_written_out(
+    method: str, tiny: Path, tmp_path: Path
+) -> None:
+    """A kernel is launched on the current GPU, so the GPU of the weights must be current while they are loaded."""
+    folder = packed_as(method, tiny, tmp_path / "packed")
     wanted = logits_of(folder, CPU, has_graphs=False)
     with pretending():
-        written, packed = (logits_of(folder, device(), True, stays_packed) for stays_packed in (False, True))
-    for mine, same, theirs in zip(packed, written, wanted, strict=True):
-        assert torch.equal(mine, same)
-        torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stays_packed", [False, True])
-def test_a_packed_draft_is_written_out_on_its_own_gpu(stays_packed: bool, tiny: Path, tmp_path: Path) -> None:
-    """Kernels are launched on the current GPU; while weights were loaded, that was the first."""
-    pack(tiny, 4, tmp_path / "packed")
-    with pretending():
-        first, second = (logits_of(tmp_path / "packed", device(index), True, stays_packed) for index in range(2))
-    assert all(map(torch.equal, first, second))
+        written = logits_of(folder, device(), True)
+        others = [logits_of(folder, device(1), True, stays_packed) for stays_packed in (False, True)]
+    for found, theirs in zip(written, wanted, strict=True):
+        torch.testing.assert_close(found, theirs, atol=2e-4, rtol=1e-4)
+    assert all(torch.equal(found, same) for other in others for found, same in zip(other, written, strict=True))
 
 
 def test_few_bits_are_refused_where_they_cannot_be(tiny: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,9 +22,8 @@ from bough.sizing.placement import (
     place,
     place_with,
 )
-from loadtest.common.packed_model import pack
 from target_worker.worker import choose_places
-from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three_sweeps
+from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.fakes.model.headers import write_headers
 from tests.model.sizes.test_memory_on_a_gpu import AWQ, llama_70b, placed
@@ -46,12 +44,6 @@ def test_what_crosses_are_hidden_states_and_once_what_goes_with_them(
     assert len(notes.crossings) <= num_crossings + 3, "two tables of positions, and positions"
     assert len(notes.stops) == 1, notes.stops
     assert not notes.inside
-
-
-def test_packed_layers_are_written_out_where_they_are(tiny: Path, tmp_path: Path) -> None:
-    pack(tiny, 4, tmp_path / "packed")
-    wanted = on_device(tmp_path / "packed", Where(), torch.bfloat16)
-    assert torch.equal(on_device(tmp_path / "packed", Where(elsewhere=(1, 3)), torch.bfloat16), wanted)
 
 
 def test_slots_move_and_copy_layers_wherever_they_are() -> None:
@@ -129,17 +121,22 @@ def test_experts_come_to_the_first_card_and_layers_on_others_are_whole() -> None
         )
 
 
-def test_layers_without_experts_count_none() -> None:
-    """The first two of ten have none; of the others three are elsewhere."""
-    sizes, apart = [50, 50] + [850] * 8, SeparateExperts([50] * 10, ExpertSizes(100, 8, 64, 6400))
-    found = place_with(sizes, Fixed(1000, 0, 0, 0), Budgets(3000, 9999, 500, 10), [other(2700, 100)], apart)
-    assert found.expert_bytes == 5 * 800
-
-
-def test_where_the_host_cannot_hold_experts_layers_come_whole() -> None:
-    sizes, apart = [850] * 10, SeparateExperts([50] * 10, ExpertSizes(100, 8, 80, 8000))
-    found = place_with(sizes, Fixed(1000, 0, 0, 0), Budgets(3000, 5000, 1700, 10), [other(2700, 100)], apart)
-    assert (found.expert_bytes, found.layer_bytes) == (0, (850,) * 10)
+@pytest.mark.parametrize(
+    ("num_dense", "budgets", "expert_bytes", "layer_bytes"),
+    [
+        (2, Budgets(3000, 9999, 500, 10), 5 * 800, (50,) * 7 + (850,) * 3),
+        (0, Budgets(3000, 5000, 1700, 10), 0, (850,) * 10),
+    ],
+    ids=["layers without experts count none", "where the host cannot hold experts, layers are whole"],
+)
+def test_experts_stay_on_the_host_where_it_holds_all_of_them(
+    num_dense: int, budgets: Budgets, expert_bytes: int, layer_bytes: tuple[int, ...]
+) -> None:
+    num_experts = 8 * (10 - num_dense)
+    sizes = [50] * num_dense + [850] * (10 - num_dense)
+    apart = SeparateExperts([50] * 10, ExpertSizes(100, 8, num_experts, 100 * num_experts))
+    found = place_with(sizes, Fixed(1000, 0, 0, 0), budgets, [other(2700, 100)], apart)
+    assert (found.expert_bytes, found.layer_bytes) == (expert_bytes, layer_bytes)
     assert len(found.layers(Tier.ELSEWHERE)) == 3
 
 
@@ -153,11 +150,13 @@ def test_the_more_a_hidden_state_takes_to_cross_the_fewer_runs_there_are(hop_byt
     assert hop_bytes == GB or num_crossings * 2 * hop_bytes <= 0.05 * found.link_bytes
 
 
-def test_a_crossing_is_from_any_device_to_another() -> None:
-    where = {Tier.RESIDENT: "r", Tier.ELSEWHERE: "e"}
-    for tiers, others, wanted in (("rrrr", (), 0), ("reer", (0, 0), 2), ("reer", (0, 1), 3), ("erre", (0, 0), 4)):
-        named = tuple(next(tier for tier, letter in where.items() if letter == name) for name in tiers)
-        assert Placement(named, (1,) * 4, Fixed(0, 0, 0, 0), 0, others=others).num_crossings == wanted, tiers
+@pytest.mark.parametrize(
+    ("tiers", "others", "num_crossings"),
+    [("rrrr", (), 0), ("reer", (0, 0), 2), ("reer", (0, 1), 3), ("erre", (0, 0), 4)],
+)
+def test_a_crossing_is_from_any_device_to_another(tiers: str, others: tuple[int, ...], num_crossings: int) -> None:
+    named = tuple(Tier.RESIDENT if tier == "r" else Tier.ELSEWHERE for tier in tiers)
+    assert Placement(named, (1,) * 4, Fixed(0, 0, 0, 0), 0, others=others).num_crossings == num_crossings
 
 
 def test_more_than_another_card_has_free_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,21 +197,18 @@ def test_a_card_that_holds_no_layer_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "wanted"),
+    ("devices", "wanted"),
     [
-        ({"resident-devices": "cuda:1"}, r"resident-devices: must be .*cuda:1=10GB,cuda:2=8GB, got 'cuda:1'"),
-        ({"resident-devices": "cpu=1GB"}, r"resident-devices: must be .*, got 'cpu=1GB'"),
-        ({"resident-devices": "cuda:1=1GB,cuda:1=2GB"}, r"resident-devices: must name each GPU once, got"),
-        ({"resident-devices": "cuda:0=1GB"}, r"^--resident-devices: must be of cuda:1, got cuda:0=1000000000$"),
-        ({"resident-devices": "cuda:2=1GB"}, r"^--resident-devices: must be of cuda:1, got cuda:2=1000000000$"),
+        ("cuda:1", r"resident-devices: must be .*cuda:1=10GB,cuda:2=8GB, got 'cuda:1'"),
+        ("cpu=1GB", r"resident-devices: must be .*, got 'cpu=1GB'"),
+        ("cuda:1=1GB,cuda:1=2GB", r"resident-devices: must name each GPU once, got"),
+        ("cuda:0=1GB", r"^--resident-devices: must be of cuda:1, got cuda:0=1000000000$"),
+        ("cuda:2=1GB", r"^--resident-devices: must be of cuda:1, got cuda:2=1000000000$"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(flags: dict[str, Any], wanted: str) -> None:
-    given = [part for name, value in flags.items() for part in (f"--{name}", value)]
-
-    def others() -> list[OtherDevice]:
-        settings = parse(TargetConfig, "t", ["--model", "m", "--kv-memory", "8GB", *given], {})
-        return other_devices(settings, llama_70b(), KVShape(80, 8, 128, torch.float16), 0, "cuda:0", 2)
-
+def test_devices_that_cannot_hold_layers_are_refused_by_name(devices: str, wanted: str) -> None:
+    flags = ["--model", "m", "--kv-memory", "8GB", "--resident-devices", devices]
     with pytest.raises(ConfigError, match=wanted):
-        others()
+        other_devices(
+            parse(TargetConfig, "t", flags, {}), llama_70b(), KVShape(80, 8, 128, torch.float16), 0, "cuda:0", 2
+        )

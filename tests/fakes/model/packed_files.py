@@ -13,6 +13,7 @@ from transformers import MixtralConfig
 
 from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 from bough.model.checkpoint.tensor_source import TensorSource
+from loadtest.common.packed_model import pack
 from tests.fakes.model.published_formats import FORMATS, GROUP
 
 TOKENS = [5, 6, 7, 200, 31]
@@ -114,6 +115,19 @@ def in_words(folder: Path, method: str, is_ordered: bool, source: Path, bits: in
     if method == "awq":
         quantization["version"] = "gemm"
     return rewrite(source, folder, packed, quantization)
+
+
+def packed_as(method: str, source: Path, folder: Path, bits: int = 4) -> Path:
+    """The model packed by compressed-tensors, AWQ or GPTQ, or in one of FORMATS.
+
+    In "gptq, unordered" inputs are not in the order of their groups.
+    """
+    if method in FORMATS:
+        return stored_as(method, source, folder.parent, torch.float32)[0]
+    if method == "compressed-tensors":
+        pack(source, bits, folder)
+        return folder
+    return in_words(folder, method.removesuffix(", unordered"), "unordered" not in method, source, bits)
 
 
 def stored_as(name: str, source: Path, folder: Path, dtype: torch.dtype) -> tuple[Path, Path]:
