@@ -129,12 +129,12 @@ def test_latents_on_the_host_and_their_matrix_in_4_bits(tmp_path: Path) -> None:
     require_close(on_device(folder, Where(kv_on_host=True), torch.float32), on_cpu(folder, torch.float32))
 
 
+PACKINGS = [(method, bits) for method in ("compressed-tensors", "gptq", "gptq, unordered") for bits in (4, 8)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("method", ["compressed-tensors", "awq", "gptq", "gptq, unordered"])
+@pytest.mark.parametrize(("method", "bits"), [*PACKINGS, ("awq", 4), ("W4A16, asymmetric", 4), ("FP8, blocks", 8)])
 def test_packed_layers_give_what_the_cpu_gives(method: str, bits: int, tiny: Path, tmp_path: Path) -> None:
-    if (method, bits) == ("awq", 8):
-        pytest.skip("AWQ has 4 bits")
     folder = packed_as(method, tiny, tmp_path / "packed", bits)
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
 

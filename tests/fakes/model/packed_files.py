@@ -11,9 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig
 
+from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 from bough.model.checkpoint.tensor_source import TensorSource
+from bough.model.loading.loading import build_skeleton
+from bough.model.sizes.model_sizes import find_model, model_shapes
 from loadtest.common.packed_model import pack
+from target_worker.link.layer_extents import plan_layer
 from tests.fakes.model.published_formats import FORMATS, GROUP
 
 TOKENS = [5, 6, 7, 200, 31]
@@ -142,3 +146,14 @@ def stored_as(name: str, source: Path, folder: Path, dtype: torch.dtype) -> tupl
             packed |= {f"{tensor.removesuffix('weight')}{ending}": part for ending, part in stored.tensors.items()}
             plain[tensor] = stored.value.to(dtype)
     return rewrite(source, folder / "packed", packed, quantization), rewrite(source, folder / "plain", plain, None)
+
+
+def require_same_sizes(file: Path) -> None:
+    """A plan must have the bytes of the files."""
+    planned = model_shapes(find_model(str(file)), "bfloat16", 0, 64)
+    skeleton = build_skeleton(Checkpoint.open(file), torch.bfloat16)
+    layers = [{place for slot in slots for place in slot.source.places} for slots in skeleton.layer_slots]
+    assert planned.layer_bytes == tuple(sum(place.num_bytes for place in places) for places in layers)
+    assert planned.description == skeleton.describe()
+    real_scratch = max(plan_layer("", slots).scratch_bytes(torch.bfloat16) for slots in skeleton.layer_slots)
+    assert real_scratch <= planned.scratch_bytes

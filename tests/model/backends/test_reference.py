@@ -21,31 +21,30 @@ from tests.fakes.models import CPU, new_slot, streamed
 
 CPU_KERNELS, REFERENCE = load("cpu"), load("reference")
 CLOSE = 1e-5  # of values near 1: sums of some hundred float32 products in two orders
-HEADS, KV_HEADS, DIM, CONTEXT = 6, 2, 16, 37
+HEADS, KV_HEADS, CONTEXT = 6, 2, 100
 
 
-def attended(backend: Backend, sinks: torch.Tensor | None, window: int, softcap: float) -> torch.Tensor:
+def attended(backend: Backend, dim: int, sinks: torch.Tensor | None, window: int, softcap: float) -> torch.Tensor:
     """Of a context and a tree of one session, beside a tree of another."""
     rng, generator = np.random.default_rng(3), torch.Generator().manual_seed(3)
-    slots = [KVSlot(KVShape(1, KV_HEADS, DIM, torch.float32), 100, CPU) for _ in range(2)]
+    slots = [KVSlot(KVShape(1, KV_HEADS, dim, torch.float32), 160, CPU) for _ in range(2)]
     trees = [
         Segment.tree(slots[0], CONTEXT, random_tree(rng, 20, 1)),
         Segment.tree(slots[1], 0, random_tree(rng, 9, 1)),
     ]
     (chunk,) = Batch([Segment.context(slots[0], 0, [0] * CONTEXT), *trees], None, CPU).chunks
     queries, keys, values = (
-        torch.randn(chunk.num_tokens, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
+        torch.randn(chunk.num_tokens, heads, dim, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    return backend.attend(chunk, 0, queries, keys, values, DIM**-0.5, window, softcap, sinks)
+    return backend.attend(chunk, 0, queries, keys, values, dim**-0.5, window, softcap, sinks)
 
 
-@pytest.mark.parametrize(
-    ("sinks", "window", "softcap"),
-    [(None, 0, 0.0), (None, 9, 0.0), (None, 0, 5.0), (torch.linspace(-1, 1, HEADS), 9, 0.0)],
-)
-def test_attention(sinks: torch.Tensor | None, window: int, softcap: float) -> None:
-    mine, theirs = (attended(backend, sinks, window, softcap) for backend in (REFERENCE, CPU_KERNELS))
-    assert mine.shape == (CONTEXT + 29, HEADS, DIM)
+@pytest.mark.parametrize("dim", [16, 64])  # keys and values are copied, and read where they stand
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, HEADS)], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (9, 0.0), (0, 5.0), (70, 5.0)])
+def test_attention(dim: int, sinks: torch.Tensor | None, window: int, softcap: float) -> None:
+    mine, theirs = (attended(backend, dim, sinks, window, softcap) for backend in (REFERENCE, CPU_KERNELS))
+    assert mine.shape == (CONTEXT + 29, HEADS, dim)
     torch.testing.assert_close(mine, theirs, rtol=CLOSE, atol=CLOSE)
 
 

@@ -49,7 +49,7 @@ from loadtest.common.tiny_model import save_model
 from loadtest.peers.gguf import permuted
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_close, three_sweeps
 from tests.fakes.model.gguf_files import finish, random_blocks, values_of, write_gguf
-from tests.fakes.model.packed_files import TOKENS, rewrite, tensors_of
+from tests.fakes.model.packed_files import TOKENS, require_same_sizes, rewrite, tensors_of
 from tests.fakes.models import CPU, plain_logits, streamed
 
 COMMON: dict[str, Any] = {
@@ -158,13 +158,8 @@ def test_a_plan_has_the_sizes_of_the_file(kinds: str, wide: tuple[Path, Path], t
     if kinds == "F16":
         file = tmp_path / "model.gguf"
         write_gguf(save_model(tmp_path / "source", MODELS["qwen3moe"]), file, lambda _: "F16")
-    planned, skeleton = (
-        model_shapes(find_model(str(file)), "bfloat16", 0, 64),
-        build_skeleton(Checkpoint.open(file), torch.bfloat16),
-    )
-    layers = [{place for slot in slots for place in slot.source.places} for slots in skeleton.layer_slots]
-    assert planned.layer_bytes == tuple(sum(place.num_bytes for place in places) for places in layers)
-    assert planned.description == skeleton.describe()
+    require_same_sizes(file)
+    planned = model_shapes(find_model(str(file)), "bfloat16", 0, 64)
     assert planned.description.endswith(", bfloat16, Q6_K, Q4_K (gguf)" if kinds != "F16" else ", bfloat16, F16 (gguf)")
     assert (isinstance(planned.packed, Blocks) and planned.packed.kind in ("Q4_K", "Q6_K")) == (kinds != "F16")
 
@@ -229,14 +224,18 @@ def test_scaled_rotations_are_those_of_transformers(tmp_path: Path) -> None:
         assert build_skeleton(Checkpoint.open(file), torch.float32).model.model.rotary_emb.rope_type == kind
 
 
+def copy_fields(reader: gguf.GGUFReader, writer: GGUFWriter) -> None:
+    """All but those that a writer adds by itself."""
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            sub_type = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+
+
 def with_factors(file: Path, factors: torch.Tensor) -> None:
     """Write the file again with a tensor of factors."""
     reader, writer = gguf.GGUFReader(file), GGUFWriter(file.with_suffix(".new"), "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            writer.add_key_value(
-                name, field.contents(), field.types[0], field.types[1] if len(field.types) > 1 else None
-            )
+    copy_fields(reader, writer)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
     writer.add_tensor("rope_freqs.weight", factors.float().numpy())
@@ -252,10 +251,8 @@ def test_a_split_model_is_read_from_its_first_file(tmp_path: Path) -> None:
     first, second = (tmp_path / f"model-{n:05d}-of-00002.gguf" for n in (1, 2))
     for number, file in enumerate((first, second)):
         writer = GGUFWriter(file, "llama")
-        for name, field in reader.fields.items() if file == first else ():
-            if not name.startswith("GGUF.") and name != "general.architecture":
-                sub_type = field.types[1] if len(field.types) > 1 else None
-                writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+        if file == first:
+            copy_fields(reader, writer)
         writer.add_uint16("split.no", number)
         writer.add_uint16("split.count", 2)
         for tensor in reader.tensors[number::2]:

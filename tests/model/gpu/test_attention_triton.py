@@ -124,29 +124,6 @@ def test_rows_that_nobody_has_written_do_no_harm(kernel: ModuleType) -> None:
     torch.testing.assert_close(mine, theirs, atol=3e-6, rtol=3e-6)
 
 
-def test_context_has_no_tail(kernel: ModuleType) -> None:
-    torch.manual_seed(5)
-    keys, values = torch.randn(2, 8, 1, 16, device=DEVICE)
-    queries = torch.randn(4, 2, 16, device=DEVICE)
-    paths = paths_of(Segment.context(KVSlot.__new__(KVSlot), 3, [1, 2, 3, 4]))
-    mine = kernel.attend_by_triton(queries, keys, values, paths, 0.25, 0, 0.0, None)
-    torch.testing.assert_close(mine, attend_by_mask(queries, keys, values, paths, 0.25, 0, 0.0, None))
-
-
-def test_sessions_side_by_side_are_bitwise_what_they_are_alone(kernel: ModuleType) -> None:
-    """One call for all: rows of two slots, of which the second begins where it happens to be."""
-    torch.manual_seed(6)
-    rng, begins = np.random.default_rng(6), (0, 70)
-    trees = [tree_at(40, random_tree(rng, 9)), tree_at(20, random_tree(rng, 5))]
-    keys, values = torch.randn(2, 130, 2, 16, device=DEVICE)
-    queries = torch.randn(14, 4, 16, device=DEVICE)
-    together = kernel.attend_by_triton(queries, keys, values, paths_of(*trees, begins=begins), 0.25, 0, 0.0, None)
-    for rows, tree, begin in zip((slice(0, 9), slice(9, 14)), trees, begins, strict=True):
-        slot = keys[begin:].contiguous(), values[begin:].contiguous()
-        alone = kernel.attend_by_triton(queries[rows].contiguous(), *slot, paths_of(tree), 0.25, 0, 0.0, None)
-        assert torch.equal(together[rows], alone)
-
-
 class Loads:
     """Bytes that an interpreted kernel loads."""
 

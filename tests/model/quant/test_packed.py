@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import Checkpoint
@@ -25,12 +24,10 @@ from bough.model.loading.loading import bind_all, build_skeleton, logical_source
 from bough.model.quant.awq import AwqFormat
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.format import PackedTensors, WeightFormat
-from bough.model.quant.formats import format_of
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gptq import Gptq, GptqFormat
-from bough.model.quant.modelopt import ModeloptFormat
 from tests.fakes.model.packed_files import TOKENS, awq, gptq, in_words, raw_parts, rewrite, tensors_of
-from tests.fakes.model.published_formats import FP8, INT4, compressed
+from tests.fakes.model.published_formats import INT4, compressed
 from tests.fakes.models import plain_logits, streamed
 
 
@@ -104,29 +101,6 @@ def test_community_checkpoints_load_as_they_are(
 
 
 @pytest.mark.parametrize(
-    ("quantization", "message"),
-    [
-        (
-            {"quant_method": "quark"},
-            "quant_method: must be one of gptq, .*, fp8, mxfp4, modelopt, or left .*, got 'quark'",
-        ),
-        ({"quant_method": "gptq", "bits": 3}, "bits: must be 4 or 8, got 3"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: must be 'gemm', got 'gemv'"),
-        (
-            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
-            "checkpoint_format: must be 'gptq' or 'gptq_v2', got 'marlin'",
-        ),
-    ],
-)
-def test_what_cannot_be_read_is_refused_by_name(
-    tiny: Path, tmp_path: Path, quantization: dict[str, object], message: str
-) -> None:
-    folder = rewrite(tiny, tmp_path / "model", tensors_of(tiny), quantization)
-    with pytest.raises(CheckpointError, match=message):
-        build_skeleton(Checkpoint.open(folder), torch.float32)
-
-
-@pytest.mark.parametrize(
     ("named", "zero_offset"),
     [
         ({}, 1),
@@ -176,17 +150,11 @@ def test_packed_tensors_that_do_not_fit_one_another_are_named(
     message: str,
 ) -> None:
     """The kernels would read beyond the end of whatever is too short."""
-    rng, packed = np.random.default_rng(5), {}
-    for name, tensor in tensors_of(tiny).items():
-        if "proj" not in name:
-            packed[name] = tensor
-            continue
-        parts, _ = awq(tensor, 4, 32, rng, True)
-        packed.update({f"{name.removesuffix('.weight')}.{key}": data for key, data in parts.items()})
-    victim = f"model.layers.1.mlp.up_proj.{part}"
+    source = in_words(tmp_path / "whole", "awq", True, tiny)
+    packed, victim = tensors_of(source), f"model.layers.1.mlp.up_proj.{part}"
     packed[victim] = change(packed[victim])
-    quantization = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
-    folder = rewrite(tiny, tmp_path / "model", packed, quantization)
+    quantization = json.loads((source / "config.json").read_text())["quantization_config"]
+    folder = rewrite(source, tmp_path / "model", packed, quantization)
     with pytest.raises(CheckpointError, match=message):
         build_skeleton(Checkpoint.open(folder), torch.float32)
 
@@ -199,6 +167,37 @@ def test_outputs_that_are_no_whole_words_of_zeros_are_refused(tmp_path: Path) ->
     save_file({f"x.{name}": torch.zeros(shape, dtype=dtypes[name]) for name, shape in tensors.items()}, file)
     with pytest.raises(CheckpointError, match=r"tensor x.qzeros must be whole words of 8 outputs, got 12"):
         format_.source("x.qweight", PackedTensors(read_header(file)))
+
+
+def gptq_sources(folder: Path) -> list[Gptq]:
+    skeleton = build_skeleton(Checkpoint.open(folder), torch.float32)
+    return [slot.source for slot in skeleton.layer_slots[0] if isinstance(slot.source, Gptq)]
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_groups_in_order_need_not_be_looked_up(is_ordered: bool, tiny: Path, tmp_path: Path) -> None:
+    """Most files name them though they are."""
+    found = gptq_sources(in_words(tmp_path / "gptq", "gptq", is_ordered, tiny))
+    assert len(found) == 7
+    assert all((source.groups is None) == is_ordered for source in found)
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_a_group_that_is_not_there_is_refused(number: int, tiny: Path, tmp_path: Path) -> None:
+    """A GPU's kernel would read beyond the table, which ends its context for good."""
+    folder = in_words(tmp_path / "gptq", "gptq", False, tiny)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.g_idx"][3] = number
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"q_proj\.g_idx: groups must be 0 to 1, got {number}$"):
+        gptq_sources(folder)
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "short"
+    np.zeros(3, np.int32).tofile(file)
+    with pytest.raises(CheckpointError, match="ends after 3 of 8"):
+        PackedTensors({}).unless_in_order(TensorPlace("g_idx", file, 0, 32, "I32", (8,)), 1)
 
 
 def test_scales_are_what_they_are_in_float16() -> None:
@@ -245,56 +244,3 @@ def test_a_value_is_written_where_it_stands(dtype: torch.dtype) -> None:
     places: list[int] = []
     write_out(out, lambda *arrays: places.append(arrays[-1].ctypes.data))
     assert places == [out.data_ptr()]
-
-
-def opened(folder: Path) -> list[Gptq]:
-    skeleton = build_skeleton(Checkpoint.open(folder), torch.float32)
-    return [slot.source for slot in skeleton.layer_slots[0] if isinstance(slot.source, Gptq)]
-
-
-def changed(folder: Path, change: Callable[[torch.Tensor], object]) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors["model.layers.0.self_attn.q_proj.g_idx"])
-    save_file(tensors, file)
-
-
-@pytest.mark.parametrize("is_ordered", [True, False])
-def test_groups_in_order_need_not_be_looked_up(is_ordered: bool, tiny: Path, tmp_path: Path) -> None:
-    """Most files name them though they are."""
-    found = opened(in_words(tmp_path / "gptq", "gptq", is_ordered, tiny))
-    assert len(found) == 7
-    assert all((source.groups is None) == is_ordered for source in found)
-
-
-@pytest.mark.parametrize("number", [-1, 2])
-def test_a_group_that_is_not_there_is_refused(number: int, tiny: Path, tmp_path: Path) -> None:
-    """A GPU's kernel would read beyond the table, which ends its context for good."""
-    folder = in_words(tmp_path / "gptq", "gptq", False, tiny)
-    changed(folder, lambda groups: groups[3:4].fill_(number))
-    with pytest.raises(CheckpointError, match=rf"q_proj\.g_idx: groups must be 0 to 1, got {number}$"):
-        opened(folder)
-
-
-def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "short"
-    np.zeros(3, np.int32).tofile(file)
-    with pytest.raises(CheckpointError, match="ends after 3 of 8"):
-        PackedTensors({}).unless_in_order(TensorPlace("g_idx", file, 0, 32, "I32", (8,)), 1)
-
-
-def test_modelopt_s_own_file_counts_where_config_json_says_nothing(tmp_path: Path) -> None:
-    file, config = tmp_path / "hf_quant_config.json", PretrainedConfig()
-    fields = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
-    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": fields}))
-    format_ = format_of(config, tmp_path)
-    assert format_ == ModeloptFormat.of(fields, "")
-    assert isinstance(format_of(PretrainedConfig(quantization_config=FP8), tmp_path), Fp8Format)
-    file.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
-    assert format_of(config, tmp_path) is None
-    file.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: quantization\.quant_algo: must be NVFP4 or FP8"):
-        format_of(config, tmp_path)
-    file.write_text("[]")
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: must be JSON with an object quantization"):
-        format_of(config, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from itertools import product
@@ -21,12 +22,19 @@ from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource
 from bough.model.loading.loading import build_skeleton, logical_sources
 from bough.model.quant.formats import FORMATS as REGISTERED
 from bough.model.quant.formats import format_of
-from bough.model.sizes.model_sizes import find_model, model_shapes
+from bough.model.quant.fp8 import Fp8Format
+from bough.model.quant.modelopt import ModeloptFormat
 from loadtest.common.tiny_model import save_model
-from target_worker.link.layer_extents import plan_layer
-from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_close, three_sweeps
+from tests.fakes.gpu.device_sweeps import on_cpu, three_sweeps
 from tests.fakes.model.families import FAMILIES
-from tests.fakes.model.packed_files import MIXTRAL, raw_parts, rewrite, stored_as, tensors_of
+from tests.fakes.model.packed_files import (
+    MIXTRAL,
+    raw_parts,
+    require_same_sizes,
+    rewrite,
+    stored_as,
+    tensors_of,
+)
 from tests.fakes.model.published_formats import FLOAT8, FORMATS, FP8, GROUP, INT4, compressed, words
 from tests.fakes.models import CPU, streamed
 
@@ -92,24 +100,6 @@ def test_experts_of_fp8_in_one_tensor_say_what_they_say_written_out(tmp_path: Pa
         assert torch.equal(three_sweeps(model, CPU).float(), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["W4A16, asymmetric", "FP8, blocks"])
-def test_a_device_s_kernel_writes_matrices_late(name: str, tiny: Path, tmp_path: Path) -> None:
-    packed, _ = stored_as(name, tiny, tmp_path, torch.float32)
-    require_close(on_device(packed, Where(), torch.float32), on_cpu(packed, torch.float32))
-
-
-def require_same_sizes(folder: Path) -> None:
-    """A plan must have the bytes of the files."""
-    planned = model_shapes(find_model(str(folder)), "bfloat16", 0, 64)
-    skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
-    layers = [{place for slot in slots for place in slot.source.places} for slots in skeleton.layer_slots]
-    assert planned.layer_bytes == tuple(sum(place.num_bytes for place in places) for places in layers)
-    assert planned.description == skeleton.describe()
-    real_scratch = max(plan_layer("", slots).scratch_bytes(torch.bfloat16) for slots in skeleton.layer_slots)
-    assert real_scratch <= planned.scratch_bytes
-
-
 @pytest.mark.parametrize(
     "name",
     ["W4A16, asymmetric", "W4A16, by g_idx", "W4A16, channels", "FP8, tensors", "FP8, channels", "DeepSeek", "NVFP4"],
@@ -149,6 +139,12 @@ def weights(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
+        ({"quant_method": "gptq", "bits": 3}, r"bits: must be 4 or 8, got 3"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            r"checkpoint_format: must be 'gptq' or 'gptq_v2', got 'marlin'",
+        ),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"version: must be 'gemm', got 'gemv'"),
         ({"quant_method": "bitsandbytes"}, r"quant_method: must be one of .*, compressed-tensors, fp8, .*bitsandbytes"),
         (compressed("nvfp4-pack-quantized", INT4), r"group_0\.weights\.type: must be 'float', got 'int'"),
         (compressed("marlin-24", INT4), r"config\.format: must be .* or 'nvfp4-pack-quantized', got 'marlin-24'"),
@@ -187,6 +183,23 @@ def weights(**changed: Any) -> dict[str, Any]:
 def test_what_a_configuration_may_not_ask_for_is_named(quantization: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         format_of(PretrainedConfig(quantization_config=quantization), Path())
+
+
+def test_modelopt_s_own_file_counts_where_config_json_says_nothing(tmp_path: Path) -> None:
+    file, config = tmp_path / "hf_quant_config.json", PretrainedConfig()
+    fields = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": fields}))
+    format_ = format_of(config, tmp_path)
+    assert format_ == ModeloptFormat.of(fields, "")
+    assert isinstance(format_of(PretrainedConfig(quantization_config=FP8), tmp_path), Fp8Format)
+    file.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    assert format_of(config, tmp_path) is None
+    file.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: quantization\.quant_algo: must be NVFP4 or FP8"):
+        format_of(config, tmp_path)
+    file.write_text("[]")
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: must be JSON with an object quantization"):
+        format_of(config, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from bough.model.architecture.architecture import max_positions
 from bough.model.backend import computing_by
-from bough.model.batch.batch import Batch, BatchPart, Segment
-from bough.model.batch.path_spans import Paths
-from bough.model.kv.session_kv import KVSlot
+from bough.model.batch.batch import Batch, Segment
 from bough.trees.tree import Tree
 from loadtest.common.tiny_model import save_model
-from loadtest.gpu.reference import attend_by_mask, attend_on_cpu
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.fakes.model.families import FAMILIES, of_two_layers, random_tree
 from tests.fakes.models import CPU, decode, new_slot, plain_logits, streamed
@@ -160,20 +157,3 @@ def test_a_tree_sweep_equals_generate(family: str, tmp_path: Path) -> None:
         segments = [Segment.context(slot, 0, prompt[:-1]), Segment.tree(slot, len(prompt) - 1, tree)]
         logits = model.sweep(Batch(segments, model.rows, CPU))[0]
     assert [int(logits[node].argmax()) for node in tree.path(spine)] == wanted
-
-
-@pytest.mark.parametrize("head_dim", [16, 64])  # whose keys and values are copied, and read where they stand
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 5.0), (70, 5.0)])
-def test_the_kernel_equals_attention_by_mask(window: int, softcap: float, has_sinks: bool, head_dim: int) -> None:
-    rng = np.random.default_rng(3)
-    torch.manual_seed(3)
-    tree = random_tree(rng, 30, root=1)
-    keys, values = torch.randn(160, 2, head_dim), torch.randn(160, 2, head_dim)
-    slot = KVSlot.__new__(KVSlot)
-    piece = BatchPart(0, Segment.tree(slot, 100, tree))
-    queries = torch.randn(30, 6, head_dim)
-    sinks = torch.randn(6) if has_sinks else None
-    mine = attend_on_cpu(queries, keys, values, piece, 0.25, window, softcap, sinks)
-    theirs = attend_by_mask(queries, keys, values, Paths.of([piece], [0]).on(CPU), 0.25, window, softcap, sinks)
-    torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-5)

@@ -119,15 +119,6 @@ def test_what_was_not_captured_goes_the_other_way(model: ResidentModel) -> None:
     assert steps.has(Batch([Segment.tree(slots[0], 0, Tree.root(1))], None, CPU))
 
 
-def test_a_worker_s_model_uses_them(model: ResidentModel) -> None:
-    slots = slots_in(model, memory_of(model))
-    batch = Batch([Segment.tree(slots[0], 0, Tree.root(5))], None, CPU)
-    plain = model.logits(batch).clone()
-    model.warm_up(slots[0].memory, run_again)
-    assert model.logits(batch).data_ptr() == model.logits(batch).data_ptr(), "in the same place each time"
-    torch.testing.assert_close(model.logits(batch), plain, atol=2e-4, rtol=1e-4)
-
-
 def test_every_device_is_captured_in_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's default stream for captures is made once in a process: on the second GPU it would capture nothing."""
     streams, graph = [MagicMock(name="cuda:0"), MagicMock(name="cuda:1")], MagicMock()
