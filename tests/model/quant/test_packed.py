@@ -1,4 +1,4 @@
-"""Weights in 4 and 8 bits, of GPTQ, AWQ and ModelOpt, and what all formats share."""
+"""Weights in 4 and 8 bits, of GPTQ and AWQ, and what all formats share."""
 
 from __future__ import annotations
 
