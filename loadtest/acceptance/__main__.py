@@ -2,12 +2,11 @@
 
     python -m loadtest.acceptance
 
-Draft and target run in this process; the target is the unexpanded demonstration model, whose text is the expanded
-one's. Trees are grown by the draft worker as it is, all prompts in step, and judged by the target worker's own code;
-only, the target computes logits where the walk through a tree asks for them, not at every node. So tokens per round are
-what the pipeline gives, and the sweeps that they would have cost are not paid for. With --contestants only those whose
-names hold what it says. Drafts learn how sure they may be as in service, but SpecExec's takes its probabilities as they
-are, as the paper does. Ends with one JSON line:
+Draft and target run in this process. The target is the unexpanded demonstration model, which has the expanded one's
+text. The draft worker's code grows trees for all prompts in step, and the target worker's code verifies them, but
+logits are computed only for nodes on the walk through a tree. Tokens per round are therefore those of the pipeline,
+without the cost of its sweeps. Drafts learn their calibration as in service; SpecExec's takes its probabilities as
+they are, as in the paper. Ends with one JSON line:
 
 tokens_per_round   by temperature, contestant and nodes: [mean over prompts, half the width of its 95 % confidence
                    interval (bootstrap over prompts)]
@@ -191,18 +190,18 @@ def arguments_from(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.6, 1.0])
     parser.add_argument(
-        "--contestants", nargs="+", default=[EVERYONE], help="as the tables name them, or parts of their names"
+        "--contestants", nargs="+", default=[EVERYONE], help="names in the tables, or parts of them (default: all)"
     )
-    parser.add_argument("--num", type=int, default=24, help="prompts")
-    parser.add_argument("--prompts", type=Path, help="JSONL file with `text` or `turns`; bough's own by default")
-    parser.add_argument("--max-tokens", type=int, default=32, help="of each prompt")
+    parser.add_argument("--num", type=int, default=24, help="number of prompts")
+    parser.add_argument("--prompts", type=Path, help="JSONL file with `text` or `turns` (default: bough's own)")
+    parser.add_argument("--max-tokens", type=int, default=32, help="tokens of each prompt")
     parser.add_argument(
-        "--repeats", type=int, default=2, help="of the schemes whose texts depend on the trees, with other seeds"
+        "--repeats", type=int, default=2, help="runs with other seeds, of schemes whose texts depend on the trees"
     )
-    parser.add_argument("--drop-layers", default=SUBSTITUTE_DROPS, help="of the substitute draft (default %(default)s)")
-    parser.add_argument("--bits", choices=["auto", "8", "16"], default="auto", help="of the draft's products")
+    parser.add_argument("--drop-layers", default=SUBSTITUTE_DROPS, help="layers that it lacks (default %(default)s)")
+    parser.add_argument("--bits", choices=["auto", "8", "16"], default="auto", help="bits of the draft's products")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="one is best where others compute too")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads; use one on a busy machine")
     arguments = parser.parse_args(argv)
     _require_known(arguments, parser)
     return arguments

@@ -4,15 +4,15 @@
     python -m loadtest.sessions --sessions 1 2 4 8 16 --rounds ROUNDS.json --orchestrator-flags "--planner fixed"
     python -m loadtest.capacity --sessions ROUNDS.json
 
-Of papers, seconds of a round follow from the link (bytes / bandwidth, as their plain decoding shows it), the draft's
-steps and the tree's size; tokens of a round from Sequoia's published acceptance vector. That is of other texts
-(CNN/DailyMail) than the tables (MT-Bench, OAsst), and of static trees: SpecExec, without one, grows its trees anew.
+For papers, seconds per round follow from the link (bytes / bandwidth, from their plain decoding), the draft's steps and
+the tree's size. Tokens per round follow from Sequoia's published acceptance vector, which was measured on other texts
+(CNN/DailyMail) than the tables (MT-Bench, OAsst) and for static trees; SpecExec grows its trees without one.
 
-Sessions that ran alone tell the machine's figures (link, computing by rows, draft steps, network) and how easy each
-prompt is to guess; of several at once nothing is used but which prompts they asked, and how much of these was cached.
-Ends with one JSON line: `papers` (errors of seconds a round, and of seconds a token by the published vector), and with
---sessions `sessions` by number of sessions, where `is_within` is 10 % for tokens per second and 20 % for the 95th
-percentile of whole answers.
+Sessions that ran alone give the machine's figures (link, computing by rows, draft steps, network) and how easy each
+prompt is to guess. Predictions for concurrent sessions use only their prompts and how much of these was cached.
+Ends with one JSON line: `papers` (errors of seconds per round, and of seconds per token by the published vector), and
+with --sessions `sessions` by number of sessions, where `is_within` means 10 % for tokens per second and 20 % for the
+95th percentile of whole answers.
 """
 
 from __future__ import annotations
@@ -136,15 +136,15 @@ def papers() -> dict[str, Any]:
 
 def _arguments() -> argparse.Namespace:
     parser = FlagParser(description=__doc__)
-    parser.add_argument("--sessions", default="", metavar="FILE", help="that loadtest.sessions --rounds has written")
-    parser.add_argument("--prior", default="two-cores", help="profile of what sessions alone do not tell")
-    parser.add_argument("--gather", type=float, default=1.0, help="the target's in that run")
-    parser.add_argument("--sized", action="store_true", help="sizes were chosen in that run, and are chosen here")
+    parser.add_argument("--sessions", default="", metavar="FILE", help="file written by loadtest.sessions --rounds")
+    parser.add_argument("--prior", default="two-cores", help="profile for what single sessions do not determine")
+    parser.add_argument("--gather", type=float, default=1.0, help="the target's --gather in that run")
+    parser.add_argument("--sized", action="store_true", help="trees sized themselves in that run, and do so here")
     return parser.parse_args()
 
 
 def _print_papers(found: dict[str, Any]) -> None:
-    print(f"{'':52}{'seconds a round':>24}{'seconds a token':>30}", file=sys.stderr)
+    print(f"{'':52}{'seconds per round':>24}{'seconds per token':>30}", file=sys.stderr)
     print(f"{'':52}{'paper':>8}{'here':>8}{'':8}{'paper':>8}{'here':>8}{'by vector':>14}", file=sys.stderr)
     for each in found["lines"]:
         name = f"{each['paper']}, {each['setting']}" + (" (fitted)" if each["is_fitted"] else "")

@@ -146,7 +146,7 @@ def _tokens_of_rounds(own: Sequence[StreamRecord], size: BestFirst) -> float:
 
 
 def law_with(prior: AcceptanceLaw, size: BestFirst, tokens: float) -> AcceptanceLaw:
-    """The prior with another first rank, so that rounds of this size yield the given tokens; found by bisection.
+    """The prior with the first rank for which rounds of this size yield the given tokens, found by bisection.
 
     Later ranks share the remaining probability as in the prior.
     """
@@ -209,7 +209,7 @@ def _predict(run: RunRecord, fitted: Fitted, gather: float, is_sized: bool) -> l
 
 
 def _figures(num_sessions: int, predicted: list[CapacityReport], rate: float, p95: float) -> dict[str, Any]:
-    if num_sessions == 1:  # each prompt had a run of its own
+    if num_sessions == 1:  # each prompt was run alone
         tokens = sum(each.tokens_per_second * each.measured_seconds for each in predicted)
         predicted_rate = tokens / sum(each.measured_seconds for each in predicted)
         by_seed = [predicted[seed :: len(SEEDS)] for seed in range(len(SEEDS))]

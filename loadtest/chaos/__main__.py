@@ -1,12 +1,12 @@
-"""Faults at random moments while streams run: what was lost, what was repeated, what was not equal.
+"""Injects faults at random moments while streams run, and counts lost, repeated and differing tokens.
 
     python -m loadtest.chaos --faults 100
 
-A random model of four layers is served by an index, two targets, two drafts and two orchestrators, all behind proxies.
-First every request is answered in peace. Then, while streams run all the time, one fault after another: processes
-killed and started again, the index emptied, processes paused, connections cut, stalled and swallowed, calls delayed,
-refused, answered into the void and sent twice. Ends with one JSON line; exit status 1 where a token was lost or
-repeated, a stream differed from the undisturbed one, hung, or ended without a proper status.
+An index, two targets, two drafts and two orchestrators serve a random model of four layers, all behind proxies. First
+every request is answered without faults. Then streams run while faults are injected one after another: processes are
+killed and restarted or suspended, the index is emptied, connections are cut, stalled and swallowed, and calls are
+delayed, refused, answered without a reply, and sent twice. Ends with one JSON line. The exit status is 1 if a token was
+lost or repeated, or a stream differed from the undisturbed one, hung, or ended without a proper status.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class Resumes:
 
     where: dict[str, str] = field(default_factory=dict)  # session: the target that was last asked
     waiting: dict[str, float] = field(default_factory=dict)  # session: when its target was killed
-    asked: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # session: killed, and next asked
+    asked: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # session: times of kill and next call
 
     def heard(self, target: str, request: bytes) -> None:
-        """A target was called. After the kill, so whoever answers is alive."""
+        """Record a call to a target; a call after the kill goes to one that is alive."""
         session = target_pb2.VerifyRequest.FromString(request).context.session_id
         if session in self.waiting:
             self.asked.setdefault(session, []).append((self.waiting.pop(session), time.monotonic()))
         self.where[session] = target
 
     def killed(self, target: str, running: Iterable[str]) -> None:
-        """A target was killed; `running` are the sessions that have a stream."""
+        """Record that a target was killed; `running` are the sessions that have a stream."""
         now = time.monotonic()
         self.waiting |= {session: now for session in running if self.where.get(session) == target}
 
     def seconds(self, streams: Streams) -> list[float]:
-        """One entry for each time that a stream went on."""
+        """Seconds from each kill to the next token of a stream that continued."""
         waits = []
         for session, received in streams.ended:
             for killed, asked in self.asked.get(session, ()):
@@ -71,12 +71,12 @@ class Resumes:
 
 
 class Chaos:
-    """Does one fault after another, and undoes each after a while."""
+    """Injects one fault after another, and undoes each after a while."""
 
     def __init__(
         self, cluster: ChaosCluster, streams: Streams, resumes: Resumes, rng: random.Random, seconds: float
     ) -> None:
-        """`seconds`: between faults, on average."""
+        """`seconds` is the mean time between faults."""
         self.counts: Counter[str] = Counter()
         self._cluster, self._streams, self._resumes, self._rng = cluster, streams, resumes, rng
         self._seconds = seconds
@@ -100,7 +100,7 @@ class Chaos:
         task.add_done_callback(self._undoing.discard)
 
     async def _fault(self, kind: str) -> Coroutine[Any, Any, None]:
-        """Chooses whom it hits."""
+        """Choose the fault's victim."""
         cluster, rng, seconds = self._cluster, self._rng, self._rng.uniform(0.3, 3.0)
         if kind.startswith("kill "):
             return self._kill(await self._victim(kind.removeprefix("kill ")), seconds)
@@ -118,7 +118,7 @@ class Chaos:
         return link.stall(seconds) if kind == "link: stall" else link.swallow(seconds)
 
     async def _victim(self, kind: str) -> str:
-        """A process whose twin could take over: waits until there is one. Of an index there is but one."""
+        """Wait until every process of a kind is in use, and choose one; there is only one index."""
         while True:
             names = self._cluster.names(kind)
             used = [name for name in names if await self._cluster.is_used(name)]
@@ -140,7 +140,7 @@ async def _at_once(act: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much of everything."""
+    """The amount of work to run."""
 
     num_faults: int
     num_streams: int  # at once
@@ -179,10 +179,10 @@ async def run_chaos(plan: Plan, model: Path) -> dict[str, Any]:
 
 
 def _configs(model: Path) -> tuple[TargetConfig, DraftConfig, list[OrchestratorConfig]]:
-    """Two targets that hold fewer sessions than there may be, with patience for seconds only.
+    """Settings with room for fewer sessions than there may be, and timeouts of seconds.
 
-    One orchestrator has trees that size themselves, and on such a model may do without a draft; by the other's fixed
-    sizes every round asks one, so that faults of drafts are met.
+    One orchestrator sizes trees itself and may do without a draft on such a model. The other has fixed sizes, so every
+    round calls a draft and its faults take effect.
     """
     flags = ["--model", str(model), "--dtype", "float32", "--threads", "1", "--max-nodes", "32"]
     target = [*flags, "--resident-layers", "0", "--metrics-port", "-1", "--kv-memory", "8MB", "--lease-seconds", "2"]
@@ -230,10 +230,10 @@ def main() -> int:
     """Print the faults as they are injected, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--streams", type=int, default=6, help="at once")
-    parser.add_argument("--scripts", type=int, default=18, help="different conversations")
-    parser.add_argument("--max-length", type=int, default=400, help="of a conversation, in tokens; 512 are possible")
-    parser.add_argument("--seconds-between", type=float, default=1.5, help="faults, on average")
+    parser.add_argument("--streams", type=int, default=6, help="concurrent streams")
+    parser.add_argument("--scripts", type=int, default=18, help="number of different conversations")
+    parser.add_argument("--max-length", type=int, default=400, help="longest conversation in tokens, at most 512")
+    parser.add_argument("--seconds-between", type=float, default=1.5, help="mean time between faults")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     plan = Plan(

@@ -1,7 +1,7 @@
 """A cluster for fault injection: every process is behind proxies, and can be killed and started again.
 
-An index, and two each of targets, drafts and orchestrators. Each is reached through a `LinkProxy`; before a worker
-there is a `CallProxy` too. Workers advertise their proxy's port, so that nothing in bough knows of any of this.
+An index, and two each of targets, drafts and orchestrators. Each is reached through a `LinkProxy`, and workers also
+through a `CallProxy`. Workers advertise their proxy's port, and bough's processes need no change.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class ChaosCluster:
                     await asyncio.sleep(POLL_SECONDS)
 
     async def is_used(self, name: str) -> bool:
-        """Whether some orchestrator uses a worker; whether an orchestrator or the index answers."""
+        """Whether some orchestrator uses the worker; for an orchestrator or the index, whether it answers."""
         if self.is_paused_or_down(name):
             return False
         if name not in (*self.names("target"), *self.names("draft")):
@@ -126,7 +126,7 @@ class ChaosCluster:
         return any(self.doors[name].address in addresses for addresses in used)
 
     async def watched(self) -> None:
-        """Starts again whatever ended by itself, and counts it; until cancelled."""
+        """Restart and count processes that end by themselves, until cancelled."""
         while True:
             for name in self.doors:
                 child = self._cluster.children[name]

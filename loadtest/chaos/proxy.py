@@ -1,8 +1,8 @@
 """Two fault-injecting proxies for the connections between bough's processes.
 
-`LinkProxy` knows bytes only: it cuts, stalls and swallows connections. `CallProxy` knows gRPC calls but not what is in
-them: it delays and refuses them, loses replies after the worker has acted, and sends calls twice. Both behave well
-until they are told otherwise.
+`LinkProxy` handles bytes: it cuts, stalls and swallows connections. `CallProxy` handles gRPC calls without decoding
+them: it delays and refuses them, loses replies after the worker has acted, and sends calls twice. Without faults both
+pass everything on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST instead
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    ("grpc.max_reconnect_backoff_ms", 200),  # so that the proxy reconnects fast
+    ("grpc.max_reconnect_backoff_ms", 200),  # reconnect fast
     ("grpc.use_local_subchannel_pool", 1),
 ]
 _SERVER_OPTIONS = [
@@ -63,7 +63,7 @@ class LinkProxy:
             await asyncio.gather(*self._handlers, return_exceptions=True)
 
     def cut(self, *, is_reset: bool) -> None:
-        """Ends all connections, in the middle of whatever they carry: with RST, or politely with FIN."""
+        """Close all connections at once: with RST, or with FIN."""
         for writer in list(self._writers):
             if is_reset:
                 raw = writer.get_extra_info("socket")
@@ -74,7 +74,7 @@ class LinkProxy:
                 writer.close()
 
     async def stall(self, seconds: float) -> None:
-        """Holds all bytes back for a while; none is lost."""
+        """Delay all bytes for a while; none is lost."""
         self._is_open.clear()
         try:
             await asyncio.sleep(seconds)
@@ -82,7 +82,7 @@ class LinkProxy:
             self._is_open.set()
 
     async def swallow(self, seconds: float) -> None:
-        """Loses all bytes for a while and says nothing. What has lost bytes cannot go on: it is reset in the end."""
+        """Drop all bytes for a while; connections that lost bytes are reset at the end."""
         self._swallows = True
         try:
             await asyncio.sleep(seconds)
@@ -126,22 +126,22 @@ class LinkProxy:
 
 
 class CallFault(Enum):
-    """What may become of one call."""
+    """A fault of one call."""
 
     DELAY = "delay"
-    REFUSE = "refuse"  # UNAVAILABLE; the worker never hears of it
+    REFUSE = "refuse"  # UNAVAILABLE; the worker does not receive it
     LOSE_REPLY = "lose the reply"  # UNAVAILABLE after the worker has acted
     TWICE_AT_ONCE = "twice at once"  # a second time while the first is running; the second's answer counts
     TWICE = "twice"  # once more after the first has been answered; the second's answer counts
 
 
 class CallProxy(grpc.GenericRpcHandler):
-    """Passes calls of one request, and one reply or a stream of them, on to `upstream`, a port of this machine."""
+    """Passes calls with one request, and one reply or a stream, on to `upstream`, a port of this machine."""
 
     def __init__(
         self, upstream: int, rng: random.Random, on_call: Callable[[str, bytes], None] = lambda *_: None
     ) -> None:
-        """`on_call` hears of every call: its method and its request."""
+        """`on_call` is called with the method and the request of every call."""
         self.port = 0  # once it is running
         self.num_faulted = 0
         self._upstream = upstream
@@ -167,7 +167,7 @@ class CallProxy(grpc.GenericRpcHandler):
                 await server.stop(None)
 
     async def misbehave(self, fault: CallFault, share: float, seconds: float) -> None:
-        """Have a share of the calls fail by `fault` for some seconds; delays are of up to a quarter of that time."""
+        """Inject `fault` into a share of the calls for some seconds; delays last up to a quarter of that time."""
         self._fault, self._share, self._seconds = fault, share, seconds
         try:
             await asyncio.sleep(seconds)
@@ -222,7 +222,7 @@ class CallProxy(grpc.GenericRpcHandler):
 
 
 async def _outcome(call: Any) -> None:
-    """Waits until a call has ended, well or not."""
+    """Wait until a call has ended, with or without an error."""
     with suppress(grpc.aio.AioRpcError):
         async for _ in call:
             pass

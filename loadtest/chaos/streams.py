@@ -98,7 +98,7 @@ def make_scripts(num: int, rng: random.Random, vocab_size: int, max_length: int)
 
 
 async def undisturbed(client: Client, script: Script) -> list[Answer]:
-    """The expected answers: every turn as a request of its own with the whole history."""
+    """The expected answers: every turn as a separate request with the whole history."""
     history: tuple[int, ...] = ()
     answers = []
     for turn in script.turns:
@@ -147,7 +147,7 @@ class Streams:
             async with Client(*addresses) as client:
                 is_whole = await self._converse(client, session_id, script, answers)
             if not is_whole:
-                await asyncio.sleep(rng.uniform(0.1, 0.5))  # what a caller does who is told to try later
+                await asyncio.sleep(rng.uniform(0.1, 0.5))  # as callers do that were refused with a retry delay
 
     async def _converse(self, client: Client, session_id: str, script: Script, answers: Sequence[Answer]) -> bool:
         """Run a conversation up to its first failed turn; returns whether all turns finished."""
@@ -167,7 +167,7 @@ class Streams:
         return True
 
     async def _stream(self, client: Client, prompt: Prompt, options: GenerateOptions, answer: Answer) -> Stream | None:
-        """Run one turn; None if its session is gone, so that the whole history must be sent."""
+        """Run one turn; None if its session is gone and the whole history must be sent."""
         received = self.running[options.session_id] = Stream(time.monotonic())
         try:
             async with asyncio.timeout(HANG_SECONDS):

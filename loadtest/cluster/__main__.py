@@ -3,13 +3,13 @@
     python -m loadtest.cluster
     python -m loadtest.cluster --steps redeployed index_moved head_killed
 
-Three hosts (network namespaces; needs root): draft workers and an orchestrator on one, the target on another, the
-index, another orchestrator and Ray's head on a third, all with simulated workers. First every request is answered in
-peace. Then, while streams run all the time: the target's host is cut off and comes back, the draft's too, the target's
-replica is killed, draft workers are scaled up and down by the load, all programs get other settings by a redeploy. The
-index is placed on another host, and everyone has to find it there. At last every process on the head's host is killed,
-while streams ask the orchestrator that is left. Ends with one JSON line; exit status 1 where a replica was misplaced
-or replaced without need, or a stream failed, hung, or was not the undisturbed one.
+Three hosts (network namespaces; needs root) run simulated workers: draft workers and an orchestrator on one, the target
+on another, and the index, another orchestrator and Ray's head on a third. First every request is answered without
+disturbance. Then streams run while the target's host and the draft's are cut off and come back, the target's replica
+is killed, draft workers are scaled up and down by load, and all programs are redeployed with other settings. The index
+moves to another host, where all processes must find it. At last every process on the head's host is killed, while
+streams use the remaining orchestrator. Ends with one JSON line. The exit status is 1 if a replica was misplaced or
+replaced without need, or a stream failed, hung, or differed from the undisturbed one.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Trial:
         self._compare(replicas, await self._replica_ids())
 
     async def _move_index(self) -> None:
-        """Move the index to another host; replicas stay and start their programs anew."""
+        """Move the index to another host; replicas stay and restart their programs."""
         replicas = await self._replica_ids()
         config = with_index_elsewhere(trial_config())
         host = self._cluster.hosts[DRAFT].address
@@ -244,7 +244,7 @@ class Trial:
         await self._redeploy_with(with_other_settings(with_index_elsewhere(trial_config())))
 
     def _compare(self, before: set[Any], after: set[Any]) -> None:
-        """Record whether replicas, or their workers, are those that they were; say which, where they are not."""
+        """Record whether replicas and their workers are still the same, and print those that are not."""
         if before != after:
             print(f"replaced: {sorted(before - after)} by {sorted(after - before)}", file=sys.stderr, flush=True)
             self.replicas_stayed = False
@@ -374,7 +374,7 @@ def main() -> int:
     """Print each step, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=[*STEPS], help="done in the order of this list")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=[*STEPS], help="steps, run in the listed order")
     arguments = parser.parse_args()
     if problem := missing():
         print(f"error: {problem}", file=sys.stderr)

@@ -39,8 +39,8 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # the network is private
     "RAY_raylet_start_wait_time_s": "240",
     "RAY_gcs_server_port_wait_time_s": "240",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # so that a disconnected node keeps its replicas
-    "RAY_health_check_failure_threshold": "40",  # so that it is not declared dead meanwhile
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # a disconnected node keeps its replicas
+    "RAY_health_check_failure_threshold": "40",  # and is not declared dead meanwhile
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_DISABLE_MEMORY_MONITOR": "1",
 }
@@ -190,7 +190,7 @@ async def ray_cluster(config: Mapping[str, Any]) -> AsyncIterator[RayCluster]:
 
 @contextmanager
 def _waited_for() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """The processes that the block starts, by host. Something else ends them, and their statuses are collected here."""
+    """The processes that the block starts, by host; others end them, and their statuses are collected here."""
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
         yield started

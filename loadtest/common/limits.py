@@ -1,7 +1,7 @@
 """Limits memory and disk bandwidth of programs by control groups; needs root.
 
-So that a machine whose memory holds the whole model can stand for one whose memory does not. Control groups may be of
-version 1 or 2.
+A machine whose memory holds the whole model can then stand for one whose memory does not. Control groups of version 1
+and 2 work.
 """
 
 from __future__ import annotations

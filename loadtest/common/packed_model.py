@@ -22,8 +22,8 @@ def quantization(bits: int, ignored: Sequence[str] = ()) -> dict[str, Any]:
     """The `quantization_config` of what `pack` writes; modules that are `ignored` stay as they are."""
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
     group = {"targets": ["Linear"], "weights": weights}
-    told = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"layers": group}}
-    return {**told, "ignore": list(ignored)}
+    fields = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"layers": group}}
+    return {**fields, "ignore": list(ignored)}
 
 
 def quantized(weight: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:

@@ -2,18 +2,17 @@
 
     python -m loadtest.gpu [--layers 80] [--device-memory 24GB] [--report FILE]
 
-A random Llama of 70B's shape streams from pinned memory, in 4 and in 16 bits; a small one is compared with plain
-decoding bit for bit, and a mixture whose experts come when they are chosen with one whose layers come whole; drafts of
-1B's and 8B's shapes are timed; layers and a draft are tried on a second GPU, where there is one; the trees that the
-orchestrator's sizer chooses for published acceptance are swept; and the demonstration runs with all its processes.
+A random Llama with a 70B's shape streams from pinned memory, in 4 and in 16 bits. A small model is compared with plain
+decoding bit for bit, and a mixture that reads experts on demand with one that reads whole layers. Drafts with the
+shapes of a 1B and an 8B are timed. Layers and a draft run on a second GPU, if there is one. The trees that the
+orchestrator's sizer chooses for published acceptance are swept, and the demonstration runs with all its processes.
 
-Installs nothing: it takes what a target worker and `bough plan` take, with torch for CUDA and a C compiler, and as much
-of the host's memory as is free. It ends within `--seconds`, with tables and one JSON line: each part has a time of its
-own, and one that fails, hangs or ends its process is told under `failed`, beside what it and the others found. Parts
-that tell most come first. A part's figures are printed as JSON when it ends, and with `--report` the whole report is
-written anew whenever there is more of it, so that figures are there even if all is stopped. Exit status 2 where there
-is no GPU, 1 where something did not hold. `--dry-run-on-cpu` does everything in miniature on the CPU, so that the check
-itself can be checked: its figures mean nothing.
+The check installs nothing. It needs what a target worker and `bough plan` need, with torch for CUDA and a C compiler,
+and takes most of the free host memory. It ends within `--seconds`, with tables and one JSON line. Each part has a time
+limit; a part that fails, hangs or ends its process is listed under `failed`, next to its partial results and those of
+the others. The most informative parts come first. A part's figures are printed as JSON when it ends, and `--report` is
+rewritten whenever there are more, so a run that is cut off leaves them. The exit status is 2 without a GPU, and 1 if a
+check failed. `--dry-run-on-cpu` does everything in miniature on the CPU to test the check; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -70,15 +69,15 @@ RAM_DISK = Path("/dev/shm")
 
 def check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all parts; returns their figures and whether all checks hold."""
-    told = [
+    flags = [
         f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("layers", "device-memory", "host-memory")
     ]
-    told += ["--dry-run-on-cpu"] if arguments.dry_run_on_cpu else []
+    flags += ["--dry-run-on-cpu"] if arguments.dry_run_on_cpu else []
 
     def command(parts: Sequence[str], found: dict[str, Any]) -> list[str]:
         (folder / "found.json").write_text(json.dumps(found))
-        modules = "bough.model.architecture.light_imports", "loadtest.gpu.work"  # imported as a worker is
-        return [sys.executable, "-m", *modules, f"--parts={','.join(parts)}", f"--folder={folder}", *told]
+        modules = "bough.model.architecture.light_imports", "loadtest.gpu.work"  # imports as a worker does
+        return [sys.executable, "-m", *modules, f"--parts={','.join(parts)}", f"--folder={folder}", *flags]
 
     wanted = [part for part in WORK if not arguments.parts or part.name in arguments.parts.split(",")]
     seconds = arguments.seconds
@@ -96,7 +95,7 @@ def check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(file: Path | None, report: Mapping[str, Any]) -> None:
-    """Write the report, if it is wanted, in place of the one before."""
+    """Replace the report's file, if one is wanted."""
     if file is not None:
         part = file.with_suffix(".part")
         part.write_text(json.dumps(report))
@@ -141,14 +140,14 @@ def main() -> None:
     """Print results as they come, and one JSON line."""
     arguments = _arguments()
     if not arguments.dry_run_on_cpu and not torch.cuda.is_available():
-        print("error: torch finds no GPU here; --dry-run-on-cpu tries the check itself, in miniature", file=sys.stderr)
+        print("error: torch finds no GPU; --dry-run-on-cpu tests the check itself in miniature", file=sys.stderr)
         raise SystemExit(2)
     if find_spec("simpy") is None:
-        print("error: simpy is missing, in which the sizer is tried; pip install '.[worker,plan]'", file=sys.stderr)
+        print("error: the package simpy is missing; pip install '.[worker,plan]'", file=sys.stderr)
         raise SystemExit(2)
     sizes = MINIATURE if arguments.dry_run_on_cpu else REAL
     began = time.perf_counter()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it clears up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which removes the folder
     if arguments.folder is not None and not arguments.folder.is_dir():
         raise SystemExit(f"error: --folder must be a folder that exists, got {str(arguments.folder)!r}")
     folder = Path(tempfile.mkdtemp(prefix="bough-gpu-check-", dir=arguments.folder or _roomy(sizes)))
@@ -172,23 +171,21 @@ def _roomy(sizes: Sizes) -> Path | None:
 
 def _arguments() -> argparse.Namespace:
     parser = FlagParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=80, help="of the target; fewer where memory holds fewer")
-    parser.add_argument("--device-memory", type=parse_bytes, default=24 * 1000**3, help="that the target may take")
-    parser.add_argument("--host-memory", type=parse_bytes, default=0, help="for layers; 0 takes most of what is free")
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="that it may take; parts left then are not begun"
-    )
-    parser.add_argument("--parts", default="", help=f"of {', '.join(part.name for part in WORK)}; all by default")
-    parser.add_argument("--folder", type=Path, help="for the models; memory where it has room by default")
-    parser.add_argument("--report", type=Path, help="file for the report, as JSON, from the first part on")
-    parser.add_argument("--dry-run-on-cpu", action="store_true", help="in miniature, to try the check itself")
-    told = parser.parse_args()
-    unknown = set(filter(None, told.parts.split(","))) - {part.name for part in WORK}
+    parser.add_argument("--layers", type=int, default=80, help="layers of the target, as far as memory holds")
+    parser.add_argument("--device-memory", type=parse_bytes, default=24 * 1000**3, help="limit of the GPU memory")
+    parser.add_argument("--host-memory", type=parse_bytes, default=0, help="host memory for layers; 0 is most of it")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit; parts left then do not run")
+    parser.add_argument("--parts", default="", help=f"of {', '.join(part.name for part in WORK)} (default: all)")
+    parser.add_argument("--folder", type=Path, help="folder for models (default: in memory, if there is room)")
+    parser.add_argument("--report", type=Path, help="file for the report, rewritten as results come")
+    parser.add_argument("--dry-run-on-cpu", action="store_true", help="test the check itself in miniature")
+    arguments = parser.parse_args()
+    unknown = set(filter(None, arguments.parts.split(","))) - {part.name for part in WORK}
     if unknown:
         parser.error(f"--parts must be of {', '.join(part.name for part in WORK)}, got {', '.join(sorted(unknown))}")
-    if told.report and not told.report.parent.is_dir():
-        parser.error(f"--report must be in a folder that exists, got {told.report}")
-    return told
+    if arguments.report and not arguments.report.parent.is_dir():
+        parser.error(f"--report must be in a folder that exists, got {arguments.report}")
+    return arguments
 
 
 if __name__ == "__main__":

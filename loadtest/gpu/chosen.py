@@ -1,10 +1,10 @@
 """Sweeps the trees that an orchestrator would send on this machine, for published acceptance; part of `loadtest.gpu`.
 
-The sizer is the orchestrator's own, with its defaults. It learns from the rounds of one long text in simulated time
-(`simulator.world`): a target answers with the seconds that sweeps took here, a draft with the seconds of a step
-that was timed here, and guesses are accepted as those of Llama-3-70B-Instruct's 8B draft were (Sequoia, arXiv
-2402.12374, appendix E), at all positions alike. A tree of the size that the sizer comes to is then swept; seconds a
-token are reckoned from that sweep and from what the text's later rounds took and gave.
+The sizer is the orchestrator's, with its defaults. It learns from the rounds of one long text in simulated time
+(`simulator.world`). The simulated target takes the seconds of sweeps measured here, the draft those of a step timed
+here. Guesses are accepted like those of Llama-3-70B-Instruct's 8B draft (Sequoia, arXiv 2402.12374, appendix E),
+equally at all positions. Then a tree of the size that the sizer chose is swept. Seconds per token are calculated from
+that sweep and from the time and the tokens of the text's later rounds.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m loadtest.gpu.compile_kernels [--capabilities 80 86 89 90 120] [--only bf16]
 
-A line for each, then one JSON line. Kernels that Triton's cache has, with what its assembler said of them, are not
-compiled again. Exit status 1 where one spills registers to memory or wants more shared memory than there is. Speed is
-for a GPU to say.
+Prints a line for each kernel, then one JSON line. Kernels in Triton's cache that have an assembler report are not
+compiled again. The exit status is 1 if a kernel spills registers to memory or needs more shared memory than there is.
+Speed is not measured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 # isort: off
 import os
 
-# Before Triton is imported: kernels are compiled, and what the assembler says of each is printed.
+# Before Triton is imported: it compiles kernels and prints the assembler's reports.
 os.environ |= {"TRITON_INTERPRET": "0", "TRITON_DUMP_PTXAS_LOG": "1"}
 import bough.model  # noqa: F401  # before torch, see there
 # isort: on
@@ -40,7 +40,7 @@ from bough.model.quant.mxfp4 import GROUP
 
 CAPABILITIES = (80, 86, 89, 90, 120)
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # limit of a program
-LOG = "assembler.log"  # file beside a kernel in Triton's cache, with what was said when it was compiled
+LOG = "assembler.log"  # the assembler's report, next to a kernel in Triton's cache
 _VARYING = ("scale", "window", "tail_width", "zero_offset", "half", "epsilon", "num_steps", "num_places", "begin")
 
 
@@ -195,11 +195,11 @@ def compiled(kernel: Kernel, capability: int) -> Compiled:
 
 
 def _assembled(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> tuple[Any, str]:
-    """A compiled kernel, and what the assembler said of it; from Triton's cache where it has both."""
+    """A compiled kernel and the assembler's report, from Triton's cache if it has both."""
     with redirect_stdout(io.StringIO()) as printed, knobs.compilation.scope():
         made = triton_compile(source, target=target, options=options)
         kept = get_cache_manager(made.hash)
-        if not printed.getvalue() and kept.get_file(LOG) is None:  # left there by somebody who kept no log
+        if not printed.getvalue() and kept.get_file(LOG) is None:  # cached without its report
             knobs.compilation.always_compile = True
             made = triton_compile(source, target=target, options=options)
     if printed.getvalue():

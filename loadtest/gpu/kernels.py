@@ -1,4 +1,4 @@
-"""Measures a recurrent layer's steps and unpacking, beside torch's operations and the CPU's bits."""
+"""Measures a recurrent layer's steps and unpacking, compared with torch's operations and the CPU's bits."""
 
 from __future__ import annotations
 

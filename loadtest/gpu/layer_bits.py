@@ -1,10 +1,10 @@
 """Checks that a row of a large layer has the same bits at any place in a batch; part of `loadtest.gpu`.
 
-A library chooses how it multiplies by the shapes and the layout of a product, and all products of a sweep have one
-number of rows. So a row's result should be the same at any place and beside any neighbours; a product that is cut along
-its sums among processors (split-K, stream-K) could round otherwise from one place to another. torch's setting against
-that is tried too, and what it costs. Other row counts are told for comparison. Weights lie as they do in a sweep: by
-rows, or by columns as AWQ's and GPTQ's are written out; with a bias libraries use other kernels than without.
+A library chooses its kernel by the shapes and the layout of a product, and all products of a sweep have the same number
+of rows. So a row's result should not depend on its place or its neighbours. A product whose sums are divided among
+processors (split-K, stream-K) could round differently by place; torch's setting against that is tried, and its cost.
+Other row counts are reported for comparison. Weights are laid out as in a sweep: by rows, or by columns as unpacked
+AWQ and GPTQ are. A bias is tried too, because libraries then use other kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Compute = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A batch of so many rows, of which one is moved about among random ones."""
+    """A batch of random rows, one of which is moved through several places."""
 
     device: torch.device
     num: int
@@ -52,7 +52,7 @@ class _Rows:
         return sorted({1, 2, self.num // 2 - 1, self.num // 2, self.num - 1} | borders)
 
     def results(self, row: torch.Tensor, compute: Compute) -> list[torch.Tensor]:
-        """What becomes of a row (1, inputs) at each place, beside other neighbours each time."""
+        """The result of a row (1, inputs) at each place, with different neighbours each time."""
         found = []
         for place in self.places:
             batch = self.random(self.num, row.shape[1])
@@ -62,7 +62,7 @@ class _Rows:
 
 
 def layer_bits(device: torch.device, matrices: Sequence[tuple[int, int]], num_rows: int) -> dict[str, Any]:
-    """How many places gave a row the bits of the first: products with matrices (outputs, inputs), norm, attention."""
+    """Number of places at which a row has the bits of the first: products by (outputs, inputs), norm, attention."""
     found: dict[str, list[bool]] = {}
     others = dict.fromkeys(OTHER_COUNTS, True)
     generator = torch.Generator(device).manual_seed(0)
@@ -102,7 +102,7 @@ def _product(rows: _Rows, weight: torch.Tensor, others: dict[int, bool]) -> list
 
 
 def _with_undivided_sums(rows: _Rows, matrices: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Equal places where cuBLAS must not cut sums, and milliseconds of all products so and as they are in a sweep."""
+    """Equal places if cuBLAS must not divide sums, and milliseconds of all products with and without that setting."""
     equal, ms = list[bool](), {True: 0.0, False: 0.0}
     for outputs, inputs in matrices:
         weight, batch = rows.random(outputs, inputs), rows.random(rows.num, inputs)
@@ -112,14 +112,14 @@ def _with_undivided_sums(rows: _Rows, matrices: Sequence[tuple[int, int]]) -> di
                     product = partial(torch.nn.functional.linear, batch, weight)
                     ms[may_divide] += device_milliseconds(product, rows.device)
                     equal += [] if may_divide else _product(rows, weight, dict.fromkeys(OTHER_COUNTS, True))
-            except (RuntimeError, TypeError) as exc:  # of a version or a GPU for which it cannot be set
+            except (RuntimeError, TypeError) as exc:  # this version or GPU does not have the setting
                 return {"error": str(exc)}
     return {"equal": f"{sum(equal)} of {len(equal)}", "ms": round(ms[False], 3), "ms_in_a_sweep": round(ms[True], 3)}
 
 
 @contextmanager
 def _sums(may_divide: bool) -> Iterator[None]:
-    """Products in bfloat16 with the leave to cut sums within the block, or without."""
+    """Within the block, allow products in bfloat16 to divide sums, or not."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, may_divide)
     try:
         yield

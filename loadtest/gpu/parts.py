@@ -33,7 +33,7 @@ from target_worker.link.streams import DeviceStreams
 from target_worker.sweep.streamed_model import StreamedModel
 
 REPEATS = 20
-HEAD_START_CYCLES = 100_000_000  # for which a GPU waits, some 50 ms, while the host launches what is to be timed
+HEAD_START_CYCLES = 100_000_000  # the GPU waits some 50 ms while the host launches the timed kernels
 TREE, BASE, NUM_ROWS = 40, 70, 160
 DRAFT_FRONTIERS, DRAFT_CONTEXT = ((1,), (5,), (16,), (40,), (3, 9)), 512  # rows of each session in a step
 CLOSE = 0.02  # tolerance of attention in bfloat16, whose resolution is 0.004 to 0.016 there
@@ -46,7 +46,7 @@ def describe(device: torch.device) -> str:
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
-    """The device's name, and what else figures and bits depend on."""
+    """The device's name, and other facts on which figures and bits depend."""
     found: dict[str, Any] = {"torch": torch.__version__, "cpus": usable_cpus(), "free_host_gb": free_memory() // 10**9}
     if device.type != "cpu":
         found |= {
@@ -71,7 +71,7 @@ def milliseconds(act: Callable[[], object], device: torch.device) -> float:
 
 
 def device_milliseconds(act: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds that a GPU computes one call, averaged over several; the host's for launching it are left out."""
+    """GPU milliseconds of one call, averaged over several, without the host's time to launch it."""
     if device.type == "cpu":
         return milliseconds(act, device)
     for _ in range(3):

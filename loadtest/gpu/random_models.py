@@ -76,9 +76,9 @@ def write_random(folder: Path, config: PretrainedConfig, device: torch.device, i
     (folder / INDEX_NAME).write_text(json.dumps(index))
     config.save_pretrained(folder)
     if is_packed:
-        told = json.loads((folder / "config.json").read_text())
-        told["quantization_config"] = quantization(4)
-        (folder / "config.json").write_text(json.dumps(told))
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = quantization(4)
+        (folder / "config.json").write_text(json.dumps(config))
     return Checkpoint.open(folder)
 
 

@@ -1,4 +1,4 @@
-"""What the GPU's kernels compute, by torch's operators on any device or by the CPU's kernel; sums have other orders."""
+"""Computes what the GPU's kernels compute, with torch's operators or the CPU's kernel; sums have other orders."""
 
 from __future__ import annotations
 

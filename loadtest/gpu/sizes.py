@@ -44,7 +44,7 @@ def _llama(hidden: int, intermediate: int, heads: int, kv_heads: int, layers: in
 
 
 def _families(hidden: int, intermediate: int, dim: int, rank: int, vocab: int) -> dict[str, PretrainedConfig]:
-    """Recurrent layers beside one with attention, and latent attention, with 8 heads of `dim`."""
+    """A model of recurrent layers and attention, and one of latent attention, with 8 heads of `dim`."""
     common: dict[str, Any] = {
         "hidden_size": hidden,
         "intermediate_size": intermediate,

@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class PartError(Exception):
-    """A part has failed or has taken too long."""
+    """A part failed or exceeded its time limit."""
 
 
 Keep = Callable[[Any], None]  # keeps what a part has found so far, or in the end
@@ -79,7 +79,7 @@ def results_of(
                 failed[part.name] = str(exc)
                 note(found, failed)
                 print(f"{part.name}: {exc}", flush=True)
-    return found, failed | {part.name: "not begun: the time was over" for part in left}
+    return found, failed | {part.name: "not started: no time was left" for part in left}
 
 
 class _Worker:
@@ -122,21 +122,21 @@ class _Worker:
             except queue.Empty:
                 raise PartError(f"no result within {limit:.0f} seconds") from None
             if line is None:
-                last = "; ".join(self._last) or "it said nothing"
+                last = "; ".join(self._last) or "it printed nothing"
                 raise PartError(f"its process ended with status {self._process.wait()}: {last}")
             if line.startswith(MARK):
                 self._last.clear()
-                told = json.loads(line.removeprefix(MARK))
-                if "so_far" not in told:
-                    return self._value(part, told)
-                keep(told["so_far"])
+                result = json.loads(line.removeprefix(MARK))
+                if "so_far" not in result:
+                    return self._value(part, result)
+                keep(result["so_far"])
                 continue
             self._last.append(line)
             print(line, flush=True)
 
-    def _value(self, part: Part, told: dict[str, Any]) -> Any:
-        if told["part"] != part.name:
-            raise PartError(f"{told['part']} was done in its place")
-        if "error" in told:
-            raise PartError(told["error"])
-        return told.get("value")
+    def _value(self, part: Part, result: dict[str, Any]) -> Any:
+        if result["part"] != part.name:
+            raise PartError(f"{result['part']} ran instead")
+        if "error" in result:
+            raise PartError(result["error"])
+        return result.get("value")

@@ -69,7 +69,7 @@ class Sweeps:
         return seconds, sum(f.wait_ns for f in figures) / repeats / 1e9
 
 
-def sweeps(timed: Sweeps, sizes: Sizes, bits: int, rate: float, tell: Keep) -> list[dict[str, Any]]:
+def sweeps(timed: Sweeps, sizes: Sizes, bits: int, rate: float, report: Keep) -> list[dict[str, Any]]:
     """Seconds of a sweep by tokens, compared with the time of its bytes at `rate` bytes per second."""
     placement, rows = timed.model.tiers.placement, []
     ideal = placement.link_bytes / rate
@@ -86,7 +86,7 @@ def sweeps(timed: Sweeps, sizes: Sizes, bits: int, rate: float, tell: Keep) -> l
             "waiting_for_layers_seconds": round(waiting, 4),
         }
         rows.append(row)
-        tell({"sweeps": rows})
+        report({"sweeps": rows})
         print(row, flush=True)
     return rows
 
@@ -117,7 +117,7 @@ def big_model(
     num_asked: int,
     rate: float,
     step_seconds: float | None,
-    tell: Keep,
+    report: Keep,
 ) -> dict[str, Any]:
     """Measure sweeps of the target with as many layers as both memories hold, and of a tree that the sizer chooses.
 
@@ -130,7 +130,7 @@ def big_model(
     checkpoint = repeated(source, num_layers, folder / f"{bits}-run")
     with _limited(machine), streamed(checkpoint, machine, num_rows) as model:
         timed = Sweeps(model, num_rows)
-        rows, best = sweeps(timed, sizes, bits, rate, tell), []
+        rows, best = sweeps(timed, sizes, bits, rate, report), []
         if step_seconds is not None:
             swept = {row["tokens"]: SweepSeconds(row["seconds"], row["waiting_for_layers_seconds"]) for row in rows}
             text = sizes.text_tokens

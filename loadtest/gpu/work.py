@@ -90,7 +90,7 @@ MOST_COMPARED = 10  # nodes of a tree in each family
 
 
 @dataclass
-class Ground:
+class Bench:
     """Settings and results that parts share."""
 
     device: torch.device
@@ -100,7 +100,7 @@ class Ground:
     device_memory: int
     host_memory: int  # bytes; 0 is most of the free memory
     found: Found = field(default_factory=dict)  # by part
-    tell: Keep = lambda _: None  # what a part has found so far
+    report: Keep = lambda _: None  # called with what a part has found so far
 
     @property
     def machine(self) -> Machine:
@@ -109,7 +109,7 @@ class Ground:
 
     @property
     def layer_memory(self) -> int:
-        """What of `device_memory` a target would take: the rest is for the allocator's rounding."""
+        """The part of `device_memory` that a target would take; the allocator's rounding needs the rest."""
         if self.device.type == "cpu":
             return self.device_memory
         return int(GPU_SHARE * min(self.device_memory, free_device_bytes(self.device)))
@@ -122,62 +122,62 @@ class Ground:
         return torch.device("cuda", 1) if torch.cuda.device_count() > 1 else None
 
 
-def _equality(ground: Ground) -> Any:
-    sizes, folder = ground.sizes, ground.folder / "small"
-    return gpu_parts.equality(ground.machine, sizes.small, sizes.num_compared, folder, new_streams)
+def _equality(bench: Bench) -> Any:
+    sizes, folder = bench.sizes, bench.folder / "small"
+    return gpu_parts.equality(bench.machine, sizes.small, sizes.num_compared, folder, new_streams)
 
 
-def _families(ground: Ground) -> list[Mapping[str, Any]]:
+def _families(bench: Bench) -> list[Mapping[str, Any]]:
     """Compare logits with plain decoding, bit for bit, of models whose layers have other kernels."""
     rows: list[Mapping[str, Any]] = []
-    for name, config in ground.sizes.families.items():
-        num_compared = min(ground.sizes.num_compared, MOST_COMPARED)
-        cases = gpu_parts.equality(ground.machine, config, num_compared, ground.folder / name, new_streams)
+    for name, config in bench.sizes.families.items():
+        num_compared = min(bench.sizes.num_compared, MOST_COMPARED)
+        cases = gpu_parts.equality(bench.machine, config, num_compared, bench.folder / name, new_streams)
         rows += [{"family": name, **case} for case in cases]
-        ground.tell(rows)
+        bench.report(rows)
     return rows
 
 
-def _second_gpu(ground: Ground) -> Any:
-    if ground.second is None:
+def _second_gpu(bench: Bench) -> Any:
+    if bench.second is None:
         return None
-    return second_gpu(ground.machine, ground.second, ground.sizes.small, ground.folder / "second", new_streams)
+    return second_gpu(bench.machine, bench.second, bench.sizes.small, bench.folder / "second", new_streams)
 
 
-def _drafts(ground: Ground) -> list[Mapping[str, Any]]:
+def _drafts(bench: Bench) -> list[Mapping[str, Any]]:
     """Measure steps of every draft, and of the first one on another GPU."""
     rows: list[Mapping[str, Any]] = []
-    for place in dict.fromkeys((ground.device, ground.second)):
-        drafts = [*ground.sizes.drafts.items()]
-        for name, config in drafts if place == ground.device else drafts[:1]:
+    for place in dict.fromkeys((bench.device, bench.second)):
+        drafts = [*bench.sizes.drafts.items()]
+        for name, config in drafts if place == bench.device else drafts[:1]:
             if place is not None:
-                steps = gpu_parts.draft_steps(place, config, ground.folder / f"draft {name} {place.index}")
+                steps = gpu_parts.draft_steps(place, config, bench.folder / f"draft {name} {place.index}")
                 rows += [{"draft": name, "on": str(place), **row} for row in steps]
-                ground.tell(rows)
+                bench.report(rows)
                 gc.collect()
                 release(place)
     return rows
 
 
-def _copying(ground: Ground) -> Found:
-    rate = bandwidth(new_streams(ground.device), ground.sizes.copy_bytes)
+def _copying(bench: Bench) -> Found:
+    rate = bandwidth(new_streams(bench.device), bench.sizes.copy_bytes)
     return {
-        "pinning": pinning(new_streams(ground.device), ground.sizes.copy_bytes),
+        "pinning": pinning(new_streams(bench.device), bench.sizes.copy_bytes),
         "host_to_device_gb_s": round(rate / 1e9, 2),
     }
 
 
-def _big(bits: int) -> Callable[[Ground], Found]:
-    def run(ground: Ground) -> Found:
-        sizes, folder = ground.sizes, ground.folder / "target"
-        rate = bandwidth(new_streams(ground.device), sizes.copy_bytes)
+def _big(bits: int) -> Callable[[Bench], Found]:
+    def run(bench: Bench) -> Found:
+        sizes, folder = bench.sizes, bench.folder / "target"
+        rate = bandwidth(new_streams(bench.device), sizes.copy_bytes)
         source = write_big(
-            sizes.target, folder, ground.device, bits
+            sizes.target, folder, bench.device, bits
         )  # before free memory is measured, as the folder may be in memory
-        host = ground.host_memory or default_budget(free_memory())
-        machine = Machine(ground.device, new_streams(ground.device), ground.layer_memory, host, sizes.max_resident)
-        step_seconds = _step_seconds(ground.found)
-        return big_model(bits, source, machine, sizes, folder, ground.layers, rate, step_seconds, ground.tell)
+        host = bench.host_memory or default_budget(free_memory())
+        machine = Machine(bench.device, new_streams(bench.device), bench.layer_memory, host, sizes.max_resident)
+        step_seconds = _step_seconds(bench.found)
+        return big_model(bits, source, machine, sizes, folder, bench.layers, rate, step_seconds, bench.report)
 
     return run
 
@@ -189,24 +189,24 @@ def _step_seconds(found: Found) -> float | None:
     return float(rows[-1]["graph_ms"] or rows[-1]["eager_ms"]) / 1e3 if rows else None
 
 
-# What tells most comes first: kernels, equal bits, and the target in 4 bits; a machine may be lent for a few minutes.
-WORK: dict[Part, Callable[[Ground], Any]] = {
-    Part("device", 60): lambda ground: gpu_parts.machine_of(ground.device),
-    Part("attention", 60): lambda ground: gpu_parts.attention(ground.device),
-    Part("unpacking", 90): lambda ground: unpacking(ground.device, *ground.sizes.unpacked),
-    Part("layer_bits", 45): lambda ground: layer_bits(ground.device, ground.sizes.matrices, ground.machine.rows),
+# The most informative parts come first, as the machine may be available for a few minutes only.
+WORK: dict[Part, Callable[[Bench], Any]] = {
+    Part("device", 60): lambda bench: gpu_parts.machine_of(bench.device),
+    Part("attention", 60): lambda bench: gpu_parts.attention(bench.device),
+    Part("unpacking", 90): lambda bench: unpacking(bench.device, *bench.sizes.unpacked),
+    Part("layer_bits", 45): lambda bench: layer_bits(bench.device, bench.sizes.matrices, bench.machine.rows),
     Part("equality", 90): _equality,
     Part("families", 60): _families,
-    Part("recurrence", 30): lambda ground: recurrence(ground.device, ground.sizes.recurrent_rows),
+    Part("recurrence", 30): lambda bench: recurrence(bench.device, bench.sizes.recurrent_rows),
     Part("draft", 100): _drafts,  # before the targets, whose trees are chosen by a draft's steps
     Part("target 4", 160): _big(4),
     Part("copying", 45): _copying,
-    Part("contexts", 45): lambda ground: contexts(ground.device, *ground.sizes.contexts),
-    Part("experts", 60): lambda ground: experts(
-        ground.device, ground.sizes.mixture, ground.folder / "mixture", new_streams
+    Part("contexts", 45): lambda bench: contexts(bench.device, *bench.sizes.contexts),
+    Part("experts", 60): lambda bench: experts(
+        bench.device, bench.sizes.mixture, bench.folder / "mixture", new_streams
     ),
     Part("second_gpu", 60): _second_gpu,
-    Part("pipeline", 160): lambda ground: pipeline(ground.device),
+    Part("pipeline", 160): lambda bench: pipeline(bench.device),
     Part("target 16", 240): _big(16),
 }
 
@@ -218,23 +218,23 @@ def _say_so_far(name: str, value: Any) -> None:
 def main() -> None:
     """Run the parts that `--parts` names, until one fails."""
     parser = FlagParser(description=__doc__)
-    parser.add_argument("--parts", required=True, help="names, with commas between them")
-    parser.add_argument("--folder", type=Path, required=True, help="for models; found.json there is what was found")
+    parser.add_argument("--parts", required=True, help="names, separated by commas")
+    parser.add_argument("--folder", type=Path, required=True, help="for models and found.json, earlier results")
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--device-memory", type=int, required=True)
     parser.add_argument("--host-memory", type=int, required=True)
     parser.add_argument("--dry-run-on-cpu", action="store_true")
-    told = parser.parse_args()
-    device = torch.device("cpu") if told.dry_run_on_cpu else torch.device("cuda", 0)
+    flags = parser.parse_args()
+    device = torch.device("cpu") if flags.dry_run_on_cpu else torch.device("cuda", 0)
     backend_of(device).make_ready(device)
-    sizes, found = MINIATURE if told.dry_run_on_cpu else REAL, json.loads((told.folder / "found.json").read_text())
-    ground = Ground(device, sizes, told.folder, told.layers, told.device_memory, told.host_memory, found)
+    sizes, found = MINIATURE if flags.dry_run_on_cpu else REAL, json.loads((flags.folder / "found.json").read_text())
+    bench = Bench(device, sizes, flags.folder, flags.layers, flags.device_memory, flags.host_memory, found)
     say(READY)
     work = {part.name: act for part, act in WORK.items()}
-    for name in told.parts.split(","):
-        ground.tell = partial(_say_so_far, name)
+    for name in flags.parts.split(","):
+        bench.report = partial(_say_so_far, name)
         try:
-            found[name] = work[name](ground)
+            found[name] = work[name](bench)
         except Exception as exc:
             say(name, error=f"{type(exc).__name__}: {exc}")
             raise SystemExit(1) from exc

@@ -1,5 +1,5 @@
-"""Load tests by locust: users over gRPC and over HTTP, exact percentiles, one JSON line.
+"""Load tests with locust: users over gRPC and over HTTP, exact percentiles, one JSON line.
 
-`python -m loadtest.locust` starts everything; `locustfile.py` is what locust itself loads. Modules that locust's users
-need import no asyncio client of bough's: gevent runs them.
+`python -m loadtest.locust` starts everything; locust itself runs `locustfile.py`. Modules that locust's users import
+do not import bough's asyncio client, because the users run under gevent.
 """

@@ -1,29 +1,29 @@
-"""End-to-end load test with locust: latency percentiles, goodput, and the number of users at which latency rises.
+"""Load test with locust: latency percentiles, goodput, and the number of users at which latency rises.
 
     python -m loadtest.locust --simulate two-cores-resident --users 8 --seconds 60
     python -m loadtest.locust --simulate two-cores-resident --rate 5 --seconds 60
     python -m loadtest.locust --simulate two-cores-resident --step-users 4
     python -m loadtest.locust --address HOST:7411 --http http://HOST:8000 --users 32 --doors grpc http
 
-Without --address it starts a bough of its own: the demonstration models, or with --simulate workers without weights.
-A closed loop of --users who wait for their answers, or requests at a --rate that do not wait, or users that grow by
---step-users until the time to the first token is --bend times what it was at first, or a request is refused. Some users
-hold conversations. Where the orchestrator asks for keys, BOUGH_API_KEY has one.
-Writes locust's HTML report, and ends with one JSON line, by door and for all together:
+Without --address, it starts its own bough: the demonstration models, or simulated workers with --simulate. The load is
+a closed loop of --users who wait for their answers, an open loop of requests at --rate, or a growing number of users.
+With --step-users, users are added until the time to the first token is --bend times its first value, or a request is
+refused. Some users hold conversations. If the orchestrator requires API keys, put one into BOUGH_API_KEY.
+The test writes locust's HTML report and ends with one JSON line, with figures for each API and for all requests:
 
-first_token_seconds   TTFT: exact percentiles over the requests that finished
-token_seconds         TPOT: (last event - first) / tokens after those of the first event; tokens come in bursts. Answers
-                      that came as one event have none, nor gaps
-longest_gap_seconds   longest time within an answer without a token
+first_token_seconds   TTFT: exact percentiles over finished requests
+token_seconds         TPOT: (last event - first) / tokens after those of the first event. Tokens arrive in bursts;
+                      answers that arrive as one event have no TPOT and no gaps
+longest_gap_seconds   the longest time within an answer without a token
 seconds_a_request     from the request to its last token
-goodput_...           of requests within --slo-ttft and --slo-tpot only
-refused, failed       RESOURCE_EXHAUSTED or 429; any other error. `unfinished` were under way at the test's end
-offered_...           with --rate: requests a second that were sent
-steps                 where users climb: of each number of users requests, TTFT p95, tokens per second, refused
-bent_at_users         where users climb: how many there were when latency had bent; null if it has not
+goodput_...           the same for requests within --slo-ttft and --slo-tpot
+refused, failed       RESOURCE_EXHAUSTED or 429; any other error. `unfinished` requests ran when the test ended
+offered_...           with --rate: requests sent per second
+steps                 with --step-users: requests, TTFT p95, tokens per second and refusals by number of users
+bent_at_users         with --step-users: the number of users when latency had risen; null if it has not
 
-The exit status is 1 where a request failed (refused and unfinished ones have not) or none finished, and 2 where the
-test could not be made.
+The exit status is 1 if a request failed or none finished (refused and unfinished requests have not failed), and 2 if
+the test could not run.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ async def run_locust(plan: Plan, arguments: argparse.Namespace) -> None:
     if not plan.step_users:
         command += ["--users", str(users), "--spawn-rate", str(users), "--run-time", f"{math.ceil(arguments.seconds)}s"]
     environment = {**os.environ, **plan.to_environment()}
-    process = exit_with_parent.start(  # a locust that outlived this command would go on asking what is under test
+    process = exit_with_parent.start(  # otherwise locust would continue if this command is killed
         command, lambda line: subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL)
     )
     limit = arguments.seconds if not plan.step_users else arguments.most_seconds
@@ -145,7 +145,7 @@ def steps(samples: Sequence[Sample]) -> list[dict[str, float]]:
 
 
 def offered_rate(samples: Sequence[Sample]) -> float:
-    """Requests a second that were sent, whatever became of them; below --rate where this machine is too slow to."""
+    """Requests sent per second; below --rate if this machine is too slow."""
     begins = [sample.began for sample in samples]
     seconds = max(begins, default=0.0) - min(begins, default=0.0)
     return round((len(begins) - 1) / seconds, 3) if seconds else 0.0
@@ -175,40 +175,40 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_arguments() -> argparse.Namespace:
-    """The command line. Ends the process with a one-line message where something is wrong with it."""
+    """Parse the command line; exits with a one-line message if it is invalid."""
     parser = FlagParser(description=__doc__)
     add = parser.add_argument
-    add("--address", default="", help="HOST:PORT of a running orchestrator's gRPC door")
-    add("--http", default="", help="URL of its HTTP door, without /v1")
+    add("--address", default="", help="HOST:PORT of a running orchestrator's gRPC API")
+    add("--http", default="", help="URL of its HTTP API, without /v1")
     add("--simulate", default="", metavar="PROFILE", help="start workers without weights")
-    add("--doors", nargs="+", choices=("grpc", "http"), default=["grpc", "http"], help="users take turns among these")
+    add("--doors", nargs="+", choices=("grpc", "http"), default=["grpc", "http"], help="APIs, used in turn")
     whole, seconds = checked(number(int, 1)), checked(number(float, 1.0, DAY))
     from_0, from_1 = checked(number(float, 0.0)), checked(number(float, 1.0))
     positive = checked(number(float, 0.001))
     many = f"who wait for their answers, {DEFAULT_USERS} if it is not given; with --step-users the most, {MOST_USERS}"
     add("--users", type=whole, help=many)
-    add("--rate", type=from_0, default=0.0, help="requests a second, whatever becomes of them; 0 is users who wait")
-    add("--step-users", type=checked(number(int, 0)), default=0, help="added in each step, until latency bends")
-    add("--step-seconds", type=seconds, default=20.0, help="of a step, at least")
-    add("--bend", type=from_1, default=3.0, help="times the first step's TTFT p95 at which latency has bent")
-    add("--seconds", type=seconds, default=60.0, help="of the test, without steps")
-    add("--most-seconds", type=seconds, default=1800.0, help="after which a climb ends, bent or not")
-    add("--mix", type=parse_kinds, default=DEFAULT_MIX, help="PROMPT:ANSWER:WEIGHT,...: tokens, and how often")
-    add("--conversations", type=checked(number(float, 0.0, 1.0)), default=0.25, help="share of users who hold them")
-    add("--turns", type=whole, default=3, help="of a conversation")
+    add("--rate", type=from_0, default=0.0, help="requests per second, an open loop; 0 is a closed loop of users")
+    add("--step-users", type=checked(number(int, 0)), default=0, help="users added in each step until latency rises")
+    add("--step-seconds", type=seconds, default=20.0, help="least duration of a step")
+    add("--bend", type=from_1, default=3.0, help="factor of the first step's TTFT p95 at which latency has risen")
+    add("--seconds", type=seconds, default=60.0, help="duration of a test without steps")
+    add("--most-seconds", type=seconds, default=1800.0, help="longest duration of a test with steps")
+    add("--mix", type=parse_kinds, default=DEFAULT_MIX, help="PROMPT:ANSWER:WEIGHT,...: tokens, and relative frequency")
+    add("--conversations", type=checked(number(float, 0.0, 1.0)), default=0.25, help="share who converse")
+    add("--turns", type=whole, default=3, help="turns of a conversation")
     add("--think", type=from_0, default=1.0, help="mean seconds between an answer and the next question")
-    add("--timeout", type=seconds, default=300.0, help="after which a request has failed")
-    add("--slo-ttft", type=positive, help="seconds to the first token that count as good; any where it is not given")
-    add("--slo-tpot", type=positive, help="seconds a token that count as good; any where it is not given")
+    add("--timeout", type=seconds, default=300.0, help="limit of a request; after it the request has failed")
+    add("--slo-ttft", type=positive, help="longest time to the first token for goodput (default: any)")
+    add("--slo-tpot", type=positive, help="longest time per token for goodput (default: any)")
     add("--html", default="loadtest-report.html", help="file for locust's report")
     add("--seed", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.address and not arguments.http and "http" in arguments.doors:
-        parser.error("--http: missing; must be given beside --address, or --doors must be grpc")
+        parser.error("--http: missing; must be given with --address, or --doors must be grpc")
     if arguments.http and not arguments.address and "grpc" in arguments.doors:
-        parser.error("--address: missing; must be given beside --http, or --doors must be http")
+        parser.error("--address: missing; must be given with --http, or --doors must be http")
     if arguments.step_users and arguments.rate:
-        parser.error("--step-users: must be left out beside --rate, whose requests come whatever the number of users")
+        parser.error("--step-users: must be left out with --rate, which does not depend on the number of users")
     arguments.users = arguments.users or (MOST_USERS if arguments.step_users else DEFAULT_USERS)
     return arguments
 

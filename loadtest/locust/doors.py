@@ -1,7 +1,7 @@
 """Clients of both APIs for users under gevent: synchronous gRPC stubs, and SSE with `requests`.
 
-bough's own client is asyncio's and does not run under gevent, and resuming would hide what a load test is to count.
-Both show the key in BOUGH_API_KEY, if there is one.
+bough's own client needs asyncio and does not run under gevent; it also resumes streams, which would hide failures.
+Both clients send the API key in BOUGH_API_KEY, if it is set.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Door(Protocol):
 
 
 class GrpcDoor:
-    """A channel of one user's own, as an application would have it."""
+    """A user's own channel, as an application would have."""
 
     name = "grpc"
 
@@ -73,7 +73,7 @@ class GrpcDoor:
         self._channel.close()
 
     def ask(self, conversation: Conversation, question: Question, users: int) -> Sample:
-        """One `Generate` call. Of a conversation only what is new is sent."""
+        """One `Generate` call; in a conversation it sends only the new message."""
         conversation.turn += 1
         options = GenerateOptions(
             session_id=conversation.session_id,
@@ -88,12 +88,12 @@ class GrpcDoor:
             for message in call:
                 reading.take_event(message)
         except grpc.RpcError as exc:
-            reading.fail(to_error(cast(grpc.Call, exc), self._address))  # what a sync stub raises is its call
+            reading.fail(to_error(cast(grpc.Call, exc), self._address))  # sync stubs raise their call
         return reading.sample(users)
 
 
 class HttpDoor:
-    """A session of `requests` of one user's own; `/v1/chat/completions`, streamed.
+    """A user's own `requests` session for streams of `/v1/chat/completions`.
 
     `iter_lines` with `chunk_size=None` gives lines as they come; locust's FastHttpUser waits for 1024 bytes.
     """
@@ -128,7 +128,7 @@ class HttpDoor:
                 else:
                     for line in response.iter_lines(chunk_size=None):  # type: ignore[call-overload]  # allowed
                         reading.take_line(line.decode())
-                        # The session's own begins anew with each keep-alive.
+                        # The session's own timeout restarts with each keep-alive.
                         if time.monotonic() - reading.arrivals.began > self._timeout_seconds:
                             raise requests.Timeout(f"no end within {self._timeout_seconds:g} s")
         except (requests.RequestException, ValueError) as exc:

@@ -1,7 +1,7 @@
-"""What locust loads: `python -m locust -f loadtest/locust/locustfile.py`, with a plan in the environment.
+"""The file that locust runs: `python -m locust -f loadtest/locust/locustfile.py`, with a plan in the environment.
 
-`python -m loadtest.locust` does that. Rows of locust's own report: "first token", "per token", "longest gap" and "whole
-answer" of each door; its "Aggregated" row mixes them and says nothing. Exact figures come from the samples file.
+`python -m loadtest.locust` runs it so. locust's own report has the rows "first token", "per token", "longest gap" and
+"whole answer" for each API; ignore its "Aggregated" row, which mixes them. Exact figures come from the samples file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from loadtest.locust.doors import Conversation, Door, GrpcDoor, HttpDoor
 from loadtest.locust.plan import Mix, Question, holds_conversations, plan_from_environment
 from loadtest.locust.samples import UNFINISHED, Sample, write_sample
 
-grpc_gevent.init_gevent()  # before any channel: otherwise gRPC's waiting in C blocks all users
+grpc_gevent.init_gevent()  # before any channel, as gRPC would otherwise block all users while it waits in C
 
 PLAN = plan_from_environment()
 STARTED = time.monotonic()
@@ -103,7 +103,7 @@ class Person(User):
                 return
 
     def _offer(self) -> None:
-        """Send requests by the clock as a Poisson process, over connections of their own, whatever became of others."""
+        """Send requests as a Poisson process, each over its own connection, without waiting for others."""
         pool, due = Pool(), time.monotonic()
         try:
             for number in itertools.count():

@@ -16,7 +16,7 @@ from loadtest.locust.samples import Arrivals, Sample
 
 CHAT_PATH = "/v1/chat/completions"
 OK, TOO_MANY_REQUESTS = 200, 429
-REFUSED = "rate_limit_exceeded"  # code of the same in an event: a stream that waits long gets its status before
+REFUSED = "rate_limit_exceeded"  # a refusal's code in an event: a stream that waits gets status 200 before it
 MOST_ERROR_CHARACTERS = 500
 
 
@@ -62,7 +62,7 @@ class Reading:
         self.retry_seconds = float(retry_after or 0.0)
 
     def fail(self, error: BoughError) -> None:
-        """Record the error of a gRPC call. One that ends an answer which has begun is no refusal."""
+        """Record the error of a gRPC call; an error after the first tokens is not a refusal."""
         self.error = str(error)
         if isinstance(error, Exhausted):
             self.is_refused, self.retry_seconds = not self.num_events, error.retry_seconds or 0.0
@@ -92,7 +92,7 @@ class Reading:
     def _take_chunk(self, chunk: Any) -> None:
         """Record a chunk, whose tokens are the difference in cumulative usage."""
         if "error" in chunk:
-            self.error = str(chunk["error"].get("message"))  # of a request that has waited for its turn, perhaps
+            self.error = str(chunk["error"].get("message"))  # such as a refusal after waiting
             self.is_refused = chunk["error"].get("code") == REFUSED and not self.num_events
             return
         usage = chunk.get("usage") or {}

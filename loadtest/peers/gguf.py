@@ -1,7 +1,7 @@
-"""Exports a bfloat16 Llama checkpoint as GGUF, so that llama.cpp runs the same weights.
+"""Exports a bfloat16 Llama checkpoint as GGUF, which lets llama.cpp run the same weights.
 
-A tensor at a time passes through memory. Layers may be left out, as a substitute draft leaves them out; other formats
-are there to compare with. Tokenizer and chat template come from the GGUF file that SmolLM2's package carries.
+One tensor at a time is in memory. Layers may be left out, as for a substitute draft, and matrices may be stored in
+other formats for comparison. Tokenizer and chat template come from the GGUF file in SmolLM2's package.
 """
 
 from __future__ import annotations

@@ -5,19 +5,19 @@
     python -m loadtest.peers.llama_cpp --prompts 4 --tokens 32 --peer-python OTHER_ENVIRONMENT/bin/python
 
 llama.cpp (package `xllamacpp`) has the demonstration target as GGUF: plain, with the substitute draft, and plain in 4
-bits. bough is `bough up` with its own defaults, but for KV of one session, plain and with speculation. All have as many
-threads and as long a context, and give as many tokens, greedily. Two regimes: `limited` in as much memory for all of a
-side's processes, page cache included, which takes control groups and root; `resident` without a limit, where bough
-keeps every layer. llama.cpp starts anew for every prompt, with the page cache emptied of its files where memory is
-limited. Half of the prompts choose the draft length; on the others all sides take turns, in an order that is drawn.
-When bough answers a prompt for the second time it does not read all of it again, which is to be seen in `overall` only.
+bits. bough is `bough up` with its defaults and KV for one session, plain and with speculation. All sides have equal
+threads and context, and generate equally many tokens greedily. There are two regimes: `limited` gives all processes of
+a side the same memory, page cache included, by control groups (root); `resident` has no limit, and bough keeps every
+layer. llama.cpp restarts for every prompt; if memory is limited, its files are first dropped from the page cache. Half
+of the prompts choose the draft length; on the others all sides take turns in random order. bough has part of a prompt
+cached when it answers it again, which affects `overall` only.
 
 Ends with one JSON line. By regime:
 
-draft_tokens       that llama.cpp drafts at once; `chosen_by`: tokens per second by length, on the other prompts
-tokens_per_second  by side, after the first tokens: median and quartiles over prompts; `overall` counts the prompt too
+draft_tokens       length of llama.cpp's drafts; `chosen_by`: tokens per second by length, on the other prompts
+tokens_per_second  by side, after the first tokens: median and quartiles over prompts; `overall` includes the prompt
 ratio              bough over llama.cpp, paired by prompt: geometric mean, 95 % interval over prompts, worst, best
-equal_texts        whether all with the same weights gave the same tokens; `differences` has where they first differ
+equal_texts        whether sides with the same weights gave the same tokens; `differences` has their first difference
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def first_difference(left: Sequence[int], right: Sequence[int], eos_ids: Collect
     """Position of the first token in which two texts differ; None if they are equal.
 
     They are compared up to the first end-of-text token: after it bough continues with the model's choice, while
-    llama.cpp, told to ignore the end, has chosen another token instead.
+    llama.cpp ignores the end and has chosen another token instead.
     """
     for position, (a, b) in enumerate(zip(left, right, strict=False)):
         if a in eos_ids or b in eos_ids:
@@ -355,15 +355,17 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments; exits with a message if they are invalid."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--regimes", nargs="+", choices=("limited", "resident"), default=["limited", "resident"])
-    parser.add_argument("--prompts", type=int, default=8, help="the first so many of loadtest/data/prompts.jsonl")
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[4, 8, 16], help="of llama.cpp's drafts")
-    parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("2.1GB"), help="limit of a side's processes")
-    parser.add_argument("--format", choices=sorted(FORMATS), default="bf16", help="of the weights that are compared")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of llama.cpp; bough takes all cores")
+    parser.add_argument("--prompts", type=int, default=8, help="how many of loadtest/data/prompts.jsonl")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=[4, 8, 16], help="lengths to try of llama.cpp's drafts"
+    )
+    parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("2.1GB"), help="limit of a side's memory")
+    parser.add_argument("--format", choices=sorted(FORMATS), default="bf16", help="format of the compared weights")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of llama.cpp; bough uses all cores")
     parser.add_argument("--context", type=int, default=512, help="most tokens of a session, on both sides")
-    parser.add_argument("--minutes", type=float, default=25.0, help="after which no other prompt begins")
-    parser.add_argument("--seed", type=int, default=1, help="of the order and of the intervals")
+    parser.add_argument("--minutes", type=float, default=25.0, help="after this time no further prompt starts")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the order and of the intervals")
     parser.add_argument("--peer-python", default=sys.executable, help="Python of an environment that has xllamacpp")
     parser.add_argument(
         "--peer-variable",
@@ -371,7 +373,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="in llama.cpp's environment; with GOMP_SPINCOUNT=3000 it suffers less from others on the same processors",
+        help="variable for llama.cpp; GOMP_SPINCOUNT=3000 helps it on a busy machine",
     )
     arguments = parser.parse_args(argv)
     arguments.peer_python = shutil.which(arguments.peer_python) or arguments.peer_python  # resolved by PATH

@@ -2,9 +2,9 @@
 
     python -P loadtest/peers/llama_cpp_server.py '{"model": "a.gguf", "draft": "", "threads": 2, ...}'
 
-A file of its own that imports nothing of bough's: it may be run by the Python of an environment where only `xllamacpp`
-is. Prints one JSON line once the model is loaded, with `address` to send HTTP requests to; ends when its standard
-input does, and so with whoever started it.
+This file imports nothing of bough, because the Python that runs it may have only `xllamacpp` installed. It prints one
+JSON line once the model is loaded, with `address` for HTTP requests, and ends at the end of its standard input, and so
+with its parent.
 """
 
 from __future__ import annotations

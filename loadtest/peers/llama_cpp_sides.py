@@ -1,6 +1,6 @@
 """The two sides of `loadtest.peers.llama_cpp`: processes that answer greedily under a common memory limit.
 
-Both are asked over their own streaming interface by the benchmark, which is not in the limited group.
+The benchmark calls each over its own streaming API, from outside the limited group.
 """
 
 from __future__ import annotations

@@ -5,19 +5,19 @@
     python -m loadtest.regret --only real --prompts 4 --tokens 32
 
 Simulated: real sizer, growers, batching and estimators in simulated time (`loadtest.regret.regimes`), the same figures
-every time. Real: the demonstration pair on this machine (`loadtest.regret.real`), which should have nothing else to do.
-Conversations: seconds to the first token with and without a session name, of processes with simulated workers
+every time. Real: the demonstration pair on this machine (`loadtest.regret.real`), which should be otherwise idle.
+Conversations: seconds to the first token with and without a session name, with simulated workers as processes
 (`loadtest.regret.conversations`).
-Ends with one JSON line. Ratios are seconds for equal tokens of the best fixed size (a grid of size and depth, and off),
-chosen on half of the repeats and scored on the other half, over seconds self-sized: above 1 self-sized is faster.
+Ends with one JSON line. Ratios divide the seconds of the best fixed size by those of self-sized trees for equal tokens:
+above 1 self-sized trees are faster. The best size, plain decoding included, is chosen on half of the repeats.
 
-off_penalty         of regimes where plain decoding was best: 1 - its seconds / seconds self-sized, the worst
-token_error         of tokens expected of rounds that read no prompt: over all rounds expected / real - 1
-round_time_error    of their seconds, likewise; both are of `--more-repeats` or `--more-prompts` texts more than the
-                    ratios are, as what 60 rounds come to is a matter of luck: 7 % where a round has 10 tokens
-plan_seconds        of a processor that the sizer itself takes for a simulated round
+off_penalty         where plain decoding is best: 1 - its seconds / self-sized seconds, in the worst such regime
+token_error         expected / real tokens - 1, over all rounds that read no prompt
+round_time_error    the same for seconds. Both use `--more-repeats` or `--more-prompts` further texts, because chance
+                    alone makes 7 % over 60 rounds of 10 tokens
+plan_seconds        processor seconds that the sizer takes for a simulated round
 
-Errors are by regime inside `simulated` and inside the `details` of `real`; beside them, the one farthest from 0.
+Errors are listed by regime in `simulated` and in the `details` of `real`; the top level has the one farthest from 0.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from loadtest.regret.scoring import overall
 def main() -> None:
     """Print progress, and one JSON line."""
     parser = FlagParser(description=__doc__)
-    parser.add_argument("--only", choices=("simulated", "real", "conversations"), help="one of the three")
+    parser.add_argument("--only", choices=("simulated", "real", "conversations"), help="run only this kind")
     two_or_more = checked(number(int, 2))  # the best size is chosen on one half and scored on the other
     known = [*(each.name for each in regimes()), *(each.name for each in real.REGIMES), conversations.NAME]
     only_this = "only this one; may be repeated"
     parser.add_argument("--regime", action="append", default=[], choices=known, metavar="NAME", help=only_this)
     parser.add_argument("--repeats", type=two_or_more, default=8, help="simulated: texts of each regime")
-    parser.add_argument("--more-repeats", type=int, default=24, help="of the sizer alone, to judge its predictions by")
-    parser.add_argument("--simulated-tokens", type=int, default=128, help="of each of them")
+    parser.add_argument("--more-repeats", type=int, default=24, help="simulated: more texts, for prediction errors")
+    parser.add_argument("--simulated-tokens", type=int, default=128, help="tokens of each text")
     parser.add_argument(
         "--prompts",
         type=two_or_more,
         default=4,
-        help="real: texts of each regime, or groups of as many as it has sessions",
+        help="real: texts of each regime, or groups of one text per session",
     )
-    parser.add_argument("--tokens", type=int, default=32, help="of each of them")
-    parser.add_argument("--plain-tokens", type=int, default=12, help="of which plain decoding makes so many")
+    parser.add_argument("--tokens", type=int, default=32, help="real: tokens of each text")
+    parser.add_argument("--plain-tokens", type=int, default=12, help="real: tokens of each text by plain decoding")
     parser.add_argument(
-        "--more-prompts", type=int, default=9, help="real: likewise, of the sizer alone, if there are so many"
+        "--more-prompts", type=int, default=9, help="real: further prompts of the sizer alone, if there are enough"
     )
-    parser.add_argument("--seed", type=int, default=0, help="real: the first prompt of those that are taken")
+    parser.add_argument("--seed", type=int, default=0, help="real: number of the first prompt")
     arguments = parser.parse_args()
     figures = {}
     if arguments.only in (None, "conversations") and (found := conversations.run(names=arguments.regime)):

@@ -1,8 +1,8 @@
 """Measures the time to the first token of conversations that are sent whole, with and without a session name.
 
-An orchestrator, an index and simulated workers run as processes. Each turn sends all that came before it, as OpenAI's
-clients do; the target has it cached. Requests with a session name, requests without one, and plain decoding take turns
-at the same conversations. They share no cached prompts, as each has its own `cache_salt`. Seconds are the profile's.
+An orchestrator, an index and simulated workers run as processes. Each turn sends the whole history, as OpenAI's clients
+do; the target has it cached. Requests with a session name, requests without one, and plain decoding take turns at the
+same conversations. Each has its own `cache_salt`, so they share no cached prompts. Seconds are the profile's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from loadtest.common.streams import Stream, stream
 from loadtest.regret.scoring import geomean
 
 NAME = "conversations without session names"
-PROFILE = "two-cores"  # every row costs, so that a tree that is too large shows
+PROFILE = "two-cores"  # every row takes time, so a tree that is too large is slower
 UNNAMED, NAMED, PLAIN = "unnamed", "named", "plain"
 FIRST_WORD, NUM_WORDS = 10, 200  # tokens of prompts
 

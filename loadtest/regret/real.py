@@ -1,6 +1,6 @@
 """Measures regret with the demonstration models: streamed, resident, throttled, crowded and disturbed.
 
-Each regime is measured in a process of its own (`loadtest.regret.real_regime`), which a control group may slow down.
+Each regime is measured in its own process (`loadtest.regret.real_regime`), which a control group may slow down.
 """
 
 from __future__ import annotations

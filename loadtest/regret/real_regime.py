@@ -1,9 +1,9 @@
 """Measures one regime with real models: contestants take turns prompt by prompt. Prints one JSON line.
 
-The sizer's orchestrator hears of nothing but its own rounds: fixed sizes and plain decoding go through another one at
-the same workers. What is compared is seconds a token after the first round of each answer, which also reads the prompt:
-prompts that have been read once are not computed again. Plain decoding takes as long for every token, so fewer are
-timed of it.
+The sizer's orchestrator serves only self-sized rounds; fixed sizes and plain decoding go through a second orchestrator
+with the same workers. Contestants are compared by seconds per token after the first round of each answer, because the
+first round also reads the prompt and prompts that were read before are cached. Plain decoding takes equally long for
+every token, so fewer of its tokens are timed.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ HARD = AcceptanceLaw("by_rank", ((0.3, 0.1, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01),
 
 
 def session_of(name: str, seed: int, law: AcceptanceLaw, num_tokens: int) -> Session:
-    """A session with a text of its own, the same whatever is guessed."""
+    """A session with its own text, which does not depend on guesses."""
     return Session(ScopedId(name), LawText(Law(law, FIRST_WORD, NUM_WORDS), seed), PROMPT_TOKENS, num_tokens)
 
 

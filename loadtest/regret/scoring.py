@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from bough.protocol.decision import Decision
 
 NUM_BOOTSTRAPS = 2000
-MOST_CONTEXT = 16  # rows besides the tree; rounds with more read a prompt
+MOST_CONTEXT = 16  # further rows of a round; one with more has read a prompt
 
 
 class Score(NamedTuple):

@@ -64,7 +64,7 @@ class Scale:
 
     repeats: int
     num_tokens: int  # per session
-    more_repeats: int = 0  # of the sizer alone, after the others, by which its predictions are judged too
+    more_repeats: int = 0  # of the sizer alone, after the others, to judge its predictions
     sizes: tuple[int, ...] = SIZES
     depths: tuple[int, ...] = DEPTHS
 

@@ -1,1 +1,1 @@
-"""`python -m loadtest.served`: overhead of each API, capacity in streams, overload, restarts, and a soak test."""
+"""`python -m loadtest.served`: overload, restarts, and a soak test."""

@@ -3,24 +3,24 @@
     python -m loadtest.served
     python -m loadtest.served --parts soak --soak-seconds 600
 
-Parts, each on processes of its own on this machine, with simulated workers, whose seconds are round numbers, so that
-what is measured is bough's own:
+Each part starts its own processes on this machine. Workers are simulated with round numbers of seconds, which leaves
+bough's own cost as the measured part:
 
-overload        rates of requests over both APIs climb to the peak of goodput under an objective, and then come five
-                times as many: `goodput_ratio` (under overload / peak), how soon the rest is refused, with what delay
-restarts        orchestrators, drafts and targets replaced one after another under load: failed requests, other texts
-soak            minutes at a high rate: errors, latency early and late, growth of each process by figure
+overload        raise the request rate over both APIs to the peak of goodput under an objective, then send five times
+                as many requests: `goodput_ratio` (under overload / peak), and how fast requests are refused
+restarts        replace orchestrators, drafts and targets one after another under load: failed requests, other texts
+soak            run minutes of load at a high rate: errors, latency early and late, growth of each process
 
 Ends with one JSON line: each part's figures by its name, and
 
-overload_goodput_ratio   of `overload`; null where that was not run
-failed_requests of all parts; refusals under overload are none
-unequal_texts   answers in `restarts` that were not what an undisturbed run gave
-bad_exits       processes that `restarts` asked to end and that ended with a status but 0
-leaks           what grew in `soak` by more than it may
-clients         who asked at once in `restarts` and `soak`
+overload_goodput_ratio   from `overload`; null if that did not run
+failed_requests all parts; refusals under overload do not count
+unequal_texts   answers in `restarts` that differ from those of an undisturbed run
+bad_exits       processes that `restarts` stopped and that ended with a status other than 0
+leaks           what grew in `soak` by more than its limit
+clients         concurrent clients in `restarts` and `soak`
 
-The exit status is 1 where a request failed, a text was another, a process ended badly, or something leaked.
+The exit status is 1 if a request failed, a text differed, a process ended badly, or something leaked.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def restarts(streams: int, num_prompts: int) -> dict[str, Any]:
                 nonlocal unequal, num_answers
                 number = first
                 while not is_over.is_set():
-                    addresses = running.addresses("orchestrator")  # as from a service lookup
+                    addresses = running.addresses("orchestrator")  # as a service lookup returns them
                     async with Client(*addresses) as own:
                         try:
                             got = await answer(own, number % num_prompts)
@@ -97,7 +97,7 @@ async def restarts(streams: int, num_prompts: int) -> dict[str, Any]:
     return {
         "restarted": len(statuses),
         "exit_statuses": sorted(set(statuses)),
-        "bad_exits": sum(status != 0 for status in statuses),  # processes that did not end as they were asked to
+        "bad_exits": sum(status != 0 for status in statuses),  # processes that did not end with status 0
         "answers": num_answers,
         "failed": len(failures),
         "failures": sorted(set(failures))[:5],
@@ -139,7 +139,7 @@ def verdict(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_failed(figures: Mapping[str, Any]) -> bool:
-    """Whether something happened that must not happen, however slow the machine is."""
+    """Whether something failed that must not fail even on a slow machine."""
     return any(figures[name] for name in ("failed_requests", "unequal_texts", "bad_exits", "leaks"))
 
 
@@ -152,8 +152,8 @@ def main() -> int:
     parser = FlagParser(description=__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=[*PARTS])
-    add("--overload-seconds", type=checked(number(float, 10.0)), default=20.0, help="overload: of each rate")
-    add("--clients", type=int, default=16, help="restarts, soak: who ask at once")
+    add("--overload-seconds", type=checked(number(float, 10.0)), default=20.0, help="overload: duration of each rate")
+    add("--clients", type=int, default=16, help="restarts, soak: concurrent clients")
     add("--soak-seconds", type=float, default=600.0)
     add("--seed", type=int, default=1)
     try:

@@ -1,9 +1,9 @@
 """Measures overload: the peak of goodput under an objective, then five times the peak's requests, and refusals.
 
-Rates of requests climb until goodput no longer does, each for the same time and counted alike: tokens of requests that
-met `OBJECTIVE` and ended after `FILL_SECONDS`, when places and queue are as full as the rate makes them. The highest
-goodput of the climb is the peak, measured once more after the overload, as a machine may change meanwhile. Requests are
-sent by the clock over both APIs, whatever became of earlier ones, and how late this process sent them is told.
+Request rates climb until goodput stops rising. Each rate lasts equally long and is scored alike: by tokens of requests
+that met `OBJECTIVE` and ended after `FILL_SECONDS`, when the queue is as full as the rate makes it. The peak is the
+highest goodput of the climb. It is measured again after the overload, because the machine may have changed. Requests
+are sent over both APIs without waiting for answers; the figures report how late this process sent them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from loadtest.locust.samples import Objective, Sample, percentile
 from loadtest.served.stack import stack, write_profile
 from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
 
-RUNNING, WAITING = 16, 4  # a queue through which a request waits for about a quarter of an answer: some 1 s of the 4
+RUNNING, WAITING = 16, 4  # a request waits for about a quarter of an answer, some 1 s of the objective's 4
 SWEEP_SECONDS = 0.2
-# Least and most: answers of one length that begin together would end together, again and again.
+# Least and most, as answers of equal lengths that begin together would also end together.
 ANSWER_TOKENS = (16, 48)
-OBJECTIVE = Objective(first_token_seconds=4.0, token_seconds=0.25)  # a token in a sweep, and some time beside sweeps
+OBJECTIVE = Objective(first_token_seconds=4.0, token_seconds=0.25)  # a sweep per token, and some overhead
 FACTOR = 5.0  # offered requests in overload, over those that ended in time at the peak
-FIRST_SHARE, CLIMB = 0.7, 1.25  # the climb's first rate over what users who wait achieve; each rate over the one before
+FIRST_SHARE, CLIMB = 0.7, 1.25  # first rate / that of a closed loop; each rate / the one before
 STEPS_PAST_PEAK = 2  # with less goodput, after which the climb ends
 MOST_STEPS = 12
 FILL_SECONDS = 5.0
@@ -37,7 +37,7 @@ FILL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Requests that were sent at a rate, and what became of them."""
+    """Requests that were sent at a rate, and their samples."""
 
     samples: Sequence[Sample]
     began: float  # on the monotonic clock, like the samples' own
@@ -91,7 +91,7 @@ class Offered:
 
 
 async def offer(doors: Sequence[Door], rate: float, seconds: float, seed: int) -> Offered:
-    """Send requests over the APIs in turn as a Poisson process, by the clock; running ones may finish at the end."""
+    """Send requests to the APIs in turn as a Poisson process, without waiting; running ones may finish at the end."""
     rng, began = random.Random(seed), time.monotonic()
     due, lateness, tasks = began, list[float](), list[asyncio.Future[Sample]]()
     while (due := due + rng.expovariate(rate)) < began + seconds:
@@ -163,7 +163,7 @@ def overload_figures(steps: Sequence[Offered], again: Offered, beyond: Offered) 
 
 
 def _by_door(refused: Sequence[Sample]) -> Mapping[str, Mapping[str, Any]]:
-    """Of each API's refusals how many there were, how soon they came, and the delays that they named."""
+    """Each API's refusals: their number, how soon they came, and their retry delays."""
     found: dict[str, dict[str, Any]] = {}
     for door in sorted({sample.door for sample in refused}):
         own = [sample for sample in refused if sample.door == door]

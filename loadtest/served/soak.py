@@ -31,15 +31,15 @@ MOST_GROWTH = {
     "threads": 8,
     "tasks": 8,
 }  # limits of a process; more is a leak
-KEY_BYTES = 1024  # of the index's memory for a key more: a record of an answer this short, and its place in a ledger
-KEPT_SECONDS = ENDED_SECONDS + 5.0  # keys of a request stay for as long after its answer
-# A request leaves its record, its tokens and its session's epoch; up to a tenth of what expired may still be there.
+KEY_BYTES = 1024  # index memory for each further key: the record of a short answer, and its entry in a ledger
+KEPT_SECONDS = ENDED_SECONDS + 5.0  # lifetime of a request's keys after its answer
+# A request leaves its record, its tokens and its session's epoch; up to a tenth of the expired keys may remain.
 KEYS_OF_REQUEST = 3.5
-OTHER_KEYS = 64  # those of workers and ledgers, and of requests that come while keys are counted
+OTHER_KEYS = 64  # of workers, ledgers, and requests that arrive while keys are counted
 TASKS = re.compile(r"^bough_event_loop_tasks(?:{.*})? ([0-9.e+]+)$", re.MULTILINE)
 
 Snapshot = dict[str, dict[str, int]]  # by process and figure
-Snapshots = list[tuple[float, Snapshot]]  # each with its moment, in seconds since the load began
+Snapshots = list[tuple[float, Snapshot]]  # each with its time in seconds since the load began
 Uses = tuple[float, dict[str, float]]  # processor seconds at a moment, by process
 
 
@@ -73,10 +73,10 @@ def tasks_in(metrics: str) -> int:
 def leaks(growth: Snapshot, in_flight: int = 0) -> list[str]:
     """Figures that grew by more than their limit, which includes `in_flight` running requests.
 
-    Keys have no limit here (`keys_beyond` has); where there are more of them, the memory of the index may be more too.
+    Keys are limited by `keys_beyond` instead; more keys allow the index more memory.
     """
     if not growth:
-        return ["growth is not known, as the soak was too short for two figures of it"]
+        return ["growth is unknown: the soak was too short to measure it twice"]
     return [
         f"{process}: {figure} grew by {more}"
         for process, figures in growth.items()
@@ -90,7 +90,7 @@ def _bytes_of_keys(figure: str, figures: dict[str, int]) -> int:
 
 
 def keys_beyond(snapshots: Snapshots, samples: list[Sample], began: float) -> list[str]:
-    """The moment at which most keys of the index were of no request of the last `KEPT_SECONDS`, if too many were."""
+    """The time at which the index had most keys of no request of the last `KEPT_SECONDS`, if there were too many."""
     found: list[tuple[float, str]] = []
     for moment, figures in snapshots:
         now, keys = began + moment, figures["index"]["keys"]
@@ -128,7 +128,7 @@ async def soak(seconds: float, users: int) -> dict[str, Any]:
 
 
 def processor_use(process_id: int) -> float:
-    """Processor seconds of a running process's threads, without those that have ended."""
+    """Processor seconds of a process's running threads."""
     seconds = 0.0
     for task in Path(f"/proc/{process_id}/task").iterdir():
         with suppress(OSError):  # the thread has ended
@@ -139,10 +139,10 @@ def processor_use(process_id: int) -> float:
 def _work(samples: list[Sample], uses: list[Uses], began: float, seconds: float) -> dict[str, tuple[float, ...]]:
     """Processor milliseconds for a request by process, in the second and the last quarter.
 
-    On a machine with other work these tell whether a request costs more than an earlier one, where latency does not.
+    On a busy machine these show whether later requests cost more than earlier ones; latency does not.
     """
     ends = [sample.began + sample.seconds for sample in samples if not sample.error]
-    told: dict[str, list[float]] = {}
+    uses_of: dict[str, list[float]] = {}
     for first, last in ((0.25, 0.5), (0.75, 1.0)):
         within = [use for use in uses if first * seconds <= use[0] - began <= last * seconds]
         if len(within) < 2:
@@ -150,8 +150,8 @@ def _work(samples: list[Sample], uses: list[Uses], began: float, seconds: float)
         (start, before), (end, after) = within[0], within[-1]
         number = sum(start <= moment < end for moment in ends) or 1
         for name in before:
-            told.setdefault(name, []).append(round(1000 * (after[name] - before[name]) / number, 2))
-    return {name: tuple(figures) for name, figures in told.items()}
+            uses_of.setdefault(name, []).append(round(1000 * (after[name] - before[name]) / number, 2))
+    return {name: tuple(figures) for name, figures in uses_of.items()}
 
 
 def _latency(samples: list[Sample], began: float, seconds: float) -> dict[str, Any]:

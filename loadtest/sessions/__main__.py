@@ -5,15 +5,15 @@
     python -m loadtest.sessions --simulate two-cores --orchestrator-flags "--planner fixed" --rounds ROUNDS.json
     python -m loadtest.capacity --sessions ROUNDS.json
 
-On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another, or --simulate a
-profile of workers without weights. Trees size themselves unless --orchestrator-flags say otherwise; what is fitted to
-rounds wants those of one size. Each repeat runs every number of sessions once, in an order of its own, and between
-them some of the prompts alone. Ends with one JSON line:
+The target is the demonstration's of 2 GB with no layer in memory, unless --model names another or --simulate a profile
+of simulated workers. Trees size themselves unless --orchestrator-flags set a size, which loadtest.capacity needs. Each
+repeat runs every number of sessions once in random order, and some of the prompts alone between them. Ends with one
+JSON line:
 
 throughput_ratio    by number of sessions: tokens per second of all together / of the same prompts alone; quartiles over
-                    the repeats. Reading the prompts and waiting for the last session counts; with --prompts-each every
-                    session asks as often, and its end weighs less. `steady_ratio`: only while all sessions were running
-unequal_streams     streams whose tokens are not those that the same prompt gets alone
+                    the repeats. Reading the prompts and waiting for the last session count; more --prompts-each make
+                    the end count less. `steady_ratio`: only while all sessions were running
+unequal_streams     streams whose tokens differ from those of the same prompt alone
 """
 
 from __future__ import annotations
@@ -151,19 +151,19 @@ async def measured(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 def _arguments() -> argparse.Namespace:
     parser = FlagParser(description=__doc__)
-    parser.add_argument("--model", default="", help='target; "tiny" is a random one to try this with')
-    parser.add_argument("--simulate", default="", metavar="PROFILE", help="workers without weights, instead of models")
-    parser.add_argument("--draft", default="", help="another model than the target's own, less some layers")
-    parser.add_argument("--drop-layers", default=SUBSTITUTE_DROPS, help="that the draft does without")
-    parser.add_argument("--sessions", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="numbers of sessions at once")
-    parser.add_argument("--prompts-each", type=int, default=1, help="that a session asks, one after another")
-    parser.add_argument("--max-tokens", type=int, default=48, help="of each output")
+    parser.add_argument("--model", default="", help='target; "tiny" is a random one to try the command')
+    parser.add_argument("--simulate", default="", metavar="PROFILE", help="simulated workers instead of models")
+    parser.add_argument("--draft", default="", help="draft model (default: the target without --drop-layers)")
+    parser.add_argument("--drop-layers", default=SUBSTITUTE_DROPS, help="layers that the draft leaves out")
+    parser.add_argument("--sessions", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="concurrent sessions")
+    parser.add_argument("--prompts-each", type=int, default=1, help="prompts that each session sends one after another")
+    parser.add_argument("--max-tokens", type=int, default=48, help="tokens of each output")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--target-flags", default="")
     parser.add_argument("--draft-flags", default="")
     parser.add_argument("--orchestrator-flags", default="")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rounds", default="", help="file for every round, for loadtest.capacity")
+    parser.add_argument("--rounds", default="", help="file in which every round is recorded, for loadtest.capacity")
     arguments = parser.parse_args()
     wanted, there_are = max(arguments.sessions) * arguments.prompts_each, len(load_prompts())
     if wanted > there_are:

@@ -2,7 +2,7 @@
 
     python -m loadtest.sessions.abandon --address 127.0.0.1:7411 --sessions 100000
 
-against a running orchestrator tells what became of them; what leaks there, its `/metrics` and `bough doctor` tell.
+reports the outcomes of sessions at a running orchestrator. Its `/metrics` and `bough doctor` show what leaks there.
 `tests/pipeline/test_leaks.py` does the same with all services in one process, and counts.
 """
 

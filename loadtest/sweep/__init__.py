@@ -1,1 +1,1 @@
-"""Compares a target's sweeps with the link, the processor, peers, and plans."""
+"""Compares a target's sweeps with the link, the processor, and another commit's bits."""

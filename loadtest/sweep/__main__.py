@@ -2,14 +2,14 @@
 
     python -m loadtest.sweep
 
-Writes the demonstration target, unless it is there. What streams and what is in memory are processes of their own,
-new ones in every turn; they alternate, so that whatever else the machine does falls on both alike; figures are medians
+Writes the demonstration target first, if it is missing. Streamed weights and weights in memory are measured in separate
+processes, new ones in every turn. They alternate, which spreads other load on the machine evenly. Figures are medians
 over the turns. Ends with one JSON line:
 
 sweep_ratio      by number of tokens: sweep / max(raw read of the same bytes, sweep with all weights in memory) of the
-                 same pair; sweep_ratio_slow_link is the same on a link slowed down to --slow-link
-work_ratio       the same, but reading costs processor time too: sweep / max(raw read, sweep with all weights in memory
-                 + processor time of the raw read / cores), which on few cores is the least that is possible
+                 same pair; sweep_ratio_slow_link is the same on a link limited to --slow-link
+work_ratio       the same, including the processor time of reading: sweep / max(raw read, sweep with all weights in
+                 memory + processor time of the raw read / cores), the least possible on few cores
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def sweep_ratios(
 ) -> dict[str, Any]:
     """Ratios of sweeps within the memory limit to the bare link and the bare processor, by turn.
 
-    `link_speed` in bytes per second slows the link down; 0 leaves it as it is. Each turn has processes of its own:
+    `link_speed` in bytes per second slows the link down; 0 leaves it as it is. Each turn has new processes:
     two of one kind differ in speed for as long as they live, by which memory they were given.
     """
     measured: dict[int, list[Measured]] = {size: [] for size in sizes}
@@ -134,7 +134,7 @@ def sweep_ratios(
             measured[size] += some
             for each in some:
                 times = f"raw {each.raw:.3f}, streamed {each.streamed:.3f}, resident {each.resident:.3f} s"
-                tell(f"turn {turn + 1} of {turns}: {size} tokens: {times}: {each.ratio:.3f}")
+                progress(f"turn {turn + 1} of {turns}: {size} tokens: {times}: {each.ratio:.3f}")
 
     def medians(figure: Callable[[Measured], float], digits: int) -> dict[int, float]:
         return {size: round(median(map(figure, turns_of)), digits) for size, turns_of in measured.items()}
@@ -159,7 +159,7 @@ def quartiles(numbers: Sequence[float]) -> list[float]:
     return [round(float(quartile), 3) for quartile in np.percentile(numbers, (25, 75))]
 
 
-def tell(text: str) -> None:
+def progress(text: str) -> None:
     """Print progress on standard error."""
     print(text, file=sys.stderr, flush=True)
 
@@ -181,11 +181,11 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = FlagParser(description=__doc__)
     parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("1.5GB"), help="limit of the control group")
-    parser.add_argument("--slow-link", type=float, default=0.8, help="GB/s at which a link is surely the limit")
+    parser.add_argument("--slow-link", type=float, default=0.8, help="GB/s of a link that is certainly the limit")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="tokens of a sweep")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=5, help="of raw reads and sweeps in each turn")
-    parser.add_argument("--repeats", type=int, default=1, help="sweeps in a row in each pair, but for the first")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of raw reads and sweeps in each turn")
+    parser.add_argument("--repeats", type=int, default=1, help="consecutive sweeps that are timed in each pair")
     return parser.parse_args()
 
 

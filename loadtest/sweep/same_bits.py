@@ -2,10 +2,10 @@
 
     python -m loadtest.sweep.same_bits --commit COMMIT [--cases llama bfloat16,mixtral float32]
 
-Small random models of several families and types, some of them packed, go through whole sweeps of two sessions' trees
-and of what follows a committed path, in the tree of that commit and in this one; all logits are compared. Bits depend
-on the processor, so there is nothing to compare them with but another run on the same one. Takes minutes, most of them
-for compiling the kernels of that commit. Ends with one JSON line; exit status 1 where any differ.
+Small random models of several families and types, some of them packed, run whole sweeps: two sessions' trees, then
+what follows a committed path. All logits of that commit are compared with those of this one. Bits depend on the
+processor, so no stored result could be compared with. Takes minutes, mostly to compile that commit's kernels. Ends with
+one JSON line; the exit status is 1 if any logits differ.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-MODELS: dict[str, tuple[PretrainedConfig, int]] = {  # and the bits of its layers in compressed-tensors; 0 is none
+MODELS: dict[str, tuple[PretrainedConfig, int]] = {  # with the bits of its layers in compressed-tensors; 0 is unpacked
     "llama": (LlamaConfig(**SIZES), 0),
     "llama-4": (LlamaConfig(**SIZES), 4),
     "llama-8": (LlamaConfig(**SIZES), 8),
@@ -110,16 +110,16 @@ def logits(tree: Path, model: Path, dtype: str, out: Path) -> np.ndarray:
 def main() -> None:
     """Print a line for each case, and one JSON line."""
     parser = FlagParser(description=__doc__)
-    parser.add_argument("--commit", required=True, help="of this repository")
-    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}; all by default")
-    told = parser.parse_args()
-    cases = told.cases.split(",")
+    parser.add_argument("--commit", required=True, help="commit of this repository")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)} (default: all)")
+    arguments = parser.parse_args()
+    cases = arguments.cases.split(",")
     if unknown := [case for case in cases if case not in CASES]:
         parser.error(f"--cases must be of {', '.join(CASES)}, got {', '.join(unknown)}")
     with tempfile.TemporaryDirectory() as name:
-        rows = compared(told.commit, cases, Path(name))
+        rows = compared(arguments.commit, cases, Path(name))
     is_same = not any(row["different"] for row in rows)
-    print(json.dumps({"commit": told.commit, "processor": processor(), "same": is_same, "cases": rows}))
+    print(json.dumps({"commit": arguments.commit, "processor": processor(), "same": is_same, "cases": rows}))
     raise SystemExit(0 if is_same else 1)
 
 

@@ -1,7 +1,7 @@
 """Writes the logits of a few sweeps on the CPU, computed by the tree of files that is first in PYTHONPATH.
 
-Run by `loadtest.sweep.same_bits`, as a file, in the tree of another commit as in this one: what it calls was called
-by other names there.
+`loadtest.sweep.same_bits` runs this file with another commit's tree and with this one's, so it also tries the names
+that its imports had there.
 """
 
 from __future__ import annotations
