@@ -16,8 +16,7 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.session_kv import KVArena, split_memory
 from bough.model.loading.loading import build_skeleton
-from bough.trees.tree import Tree
-from loadtest.gpu.parts import describe
+from loadtest.gpu.parts import chains, describe
 from loadtest.gpu.random_models import Machine, planned, repeated, streamed, write_random
 from target_worker.kv.kv_offload import memory_on_host
 from target_worker.link.streams import DeviceStreams
@@ -88,11 +87,10 @@ def _swept(
             if kv
             else split_memory(shape, NUM_ROWS, machine.device, case.elsewhere)
         )
-        tree = Tree.of([*range(NODES)], [-1, *(max(0, node - 3) for node in range(1, NODES))], [0.0] * NODES)
         slot = KVArena(shape, memory).take(NUM_ROWS)
-        batch = Batch([Segment.tree(slot, 0, tree)], model.rows, model.device)
+        batch = Batch([Segment.tree(slot, 0, chains(NODES))], model.rows, model.device)
         logits = model.sweep(batch)[0].cpu().clone()
-        repeats = REPEATS if model.device.type != "cpu" else 1  # whose times mean nothing
+        repeats = REPEATS if model.device.type != "cpu" else 1  # its times mean nothing
         began = time.perf_counter()
         for _ in range(repeats):
             model.sweep(batch)

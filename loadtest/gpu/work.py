@@ -26,9 +26,7 @@ from bough.model.sizes.memory_budget import GPU_SHARE, free_device_bytes
 from bough.runtime.machine import default_budget, free_memory
 from loadtest.gpu import parts as gpu_parts
 from loadtest.gpu.experts import experts
-from loadtest.gpu.kernels import recurrence, unpacking
 from loadtest.gpu.layer_bits import layer_bits
-from loadtest.gpu.parts import contexts
 from loadtest.gpu.random_models import Machine
 from loadtest.gpu.second_gpu import second_gpu
 from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
@@ -193,15 +191,15 @@ def _step_seconds(found: Found) -> float | None:
 WORK: dict[Part, Callable[[Bench], Any]] = {
     Part("device", 60): lambda bench: gpu_parts.machine_of(bench.device),
     Part("attention", 60): lambda bench: gpu_parts.attention(bench.device),
-    Part("unpacking", 90): lambda bench: unpacking(bench.device, *bench.sizes.unpacked),
+    Part("unpacking", 90): lambda bench: gpu_parts.unpacking(bench.device, *bench.sizes.unpacked),
     Part("layer_bits", 45): lambda bench: layer_bits(bench.device, bench.sizes.matrices, bench.machine.rows),
     Part("equality", 90): _equality,
     Part("families", 60): _families,
-    Part("recurrence", 30): lambda bench: recurrence(bench.device, bench.sizes.recurrent_rows),
+    Part("recurrence", 30): lambda bench: gpu_parts.recurrence(bench.device, bench.sizes.recurrent_rows),
     Part("draft", 100): _drafts,  # before the targets, whose trees are chosen by a draft's steps
     Part("target 4", 160): _big(4),
     Part("copying", 45): _copying,
-    Part("contexts", 45): lambda bench: contexts(bench.device, *bench.sizes.contexts),
+    Part("contexts", 45): lambda bench: gpu_parts.contexts(bench.device, *bench.sizes.contexts),
     Part("experts", 60): lambda bench: experts(
         bench.device, bench.sizes.mixture, bench.folder / "mixture", new_streams
     ),
