@@ -24,7 +24,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(SystemExit) as ended:
         gpu_check.main()
     assert ended.value.code == 2
-    assert "error: torch finds no GPU here" in capsys.readouterr().err
+    assert "error: torch finds no GPU" in capsys.readouterr().err
 
 
 def test_what_is_missing_for_the_sizer_is_named_at_once(
@@ -35,7 +35,7 @@ def test_what_is_missing_for_the_sizer_is_named_at_once(
     with pytest.raises(SystemExit) as ended:
         gpu_check.main()
     assert ended.value.code == 2
-    assert "error: simpy is missing" in capsys.readouterr().err
+    assert "error: the package simpy is missing" in capsys.readouterr().err
 
 
 def test_every_way_of_storing_numbers_is_measured() -> None:

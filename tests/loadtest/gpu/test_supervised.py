@@ -95,4 +95,4 @@ def test_a_process_that_does_not_start_is_told_of_every_part(monkeypatch: pytest
 
 def test_parts_for_which_no_time_is_left_are_named() -> None:
     found, failed = run(["a", "b"], 0.0)
-    assert (found, failed) == ({}, dict.fromkeys("ab", "not begun: the time was over"))
+    assert (found, failed) == ({}, dict.fromkeys("ab", "not started: no time was left"))

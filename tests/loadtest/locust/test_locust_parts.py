@@ -206,8 +206,8 @@ def test_what_a_climb_has_found_is_told(tmp_path: Path) -> None:
         (["--conversations", "2"], "--conversations: must be a number, 0.0 to 1.0, got '2'"),
         (["--slo-ttft", "0"], "--slo-ttft: must be a number, 0.001 or more, got '0'"),
         (["--slo-tpot", "-1"], "--slo-tpot: must be a number, 0.001 or more, got '-1'"),
-        (["--rate", "5", "--step-users", "4"], "--step-users: must be left out beside --rate"),
-        (["--address", "127.0.0.1:1"], "--http: missing; must be given beside --address"),
+        (["--rate", "5", "--step-users", "4"], "--step-users: must be left out with --rate"),
+        (["--address", "127.0.0.1:1"], "--http: missing; must be given with --address"),
     ],
 )
 def test_a_load_that_is_none_is_refused_by_its_flag(
