@@ -43,15 +43,6 @@ def test_they_are_those_that_sorting_finds(vocab_size: int, num: int) -> None:
         assert tokens[row][np.isfinite(wanted)].tolist() == best[np.isfinite(wanted)].tolist()
 
 
-def test_of_equal_ones_the_lower_tokens_are_taken() -> None:
-    logits = torch.from_numpy(np.random.default_rng(1).integers(-500, 500, (3, ENOUGH)).astype(np.float32))
-    values, tokens = largest(logits, 100)
-    for row in range(3):
-        wanted, best = sorted_best(logits[row].numpy(), 100)
-        np.testing.assert_array_equal(values[row], wanted)
-        assert tokens[row].tolist() == best.tolist()
-
-
 @pytest.mark.parametrize("same", [0.0, -np.inf])
 def test_rows_of_which_much_is_alike(same: float) -> None:
     """Those beside them are none the wiser."""

@@ -19,16 +19,7 @@ from bough.trees.tree import Tree
 from bough.trees.tree_plan import MAX_EXPANSIONS, BestFirst, Growth, Guess, Scheme, StaticShape, TreePlan
 from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window
-from tests.fakes.draft import (
-    VOCAB,
-    FakeModel,
-    fake_log_probs,
-    grow_call,
-    grow_now,
-    grown_alone,
-    new_engine,
-    started,
-)
+from tests.fakes.draft import VOCAB, FakeModel, fake_log_probs, grow_call, grow_now, grown_alone, new_engine, started
 
 GROWTHS: tuple[Growth, ...] = (BestFirst(12, 3, 4), StaticShape((0, 0, 1, 1, 2)), StaticShape.chains(2, 3))
 

@@ -18,15 +18,7 @@ from bough.errors import ContextExceeded, Exhausted, InvalidRequest
 from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
-from bough.protocol.generation import (
-    ChatPrompt,
-    Message,
-    Prompt,
-    Resume,
-    Speculation,
-    TextPrompt,
-    TokenPrompt,
-)
+from bough.protocol.generation import ChatPrompt, Message, Prompt, Resume, Speculation, TextPrompt, TokenPrompt
 from bough.rpc import server
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import StaticShape

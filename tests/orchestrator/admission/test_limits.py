@@ -28,17 +28,7 @@ from bough.protocol.generation import (
 from bough.rpc.server import open_channel
 from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import DETAILS_KEY, ERROR_KEY, MAX_MESSAGE_BYTES, to_error
-from tests.fakes.stage import (
-    LONG,
-    MAX_CONTEXT,
-    PROMPT,
-    SHORT,
-    TOKEN,
-    Orchestrator,
-    Stage,
-    finish,
-    orchestrating,
-)
+from tests.fakes.stage import LONG, MAX_CONTEXT, PROMPT, SHORT, TOKEN, Orchestrator, Stage, finish, orchestrating
 from tests.fakes.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.slow  # running services are called

@@ -98,15 +98,6 @@ async def test_new_blocks_are_noted_and_now_and_then_all(
     assert noted == [(1, 0), (3, 1), (3, 0), (4, 3), (5, 0)]
 
 
-async def test_a_new_epoch_is_written_whole(recorder: Recorder, fake: FakeRegistry) -> None:
-    fake.go.set()
-    record(recorder, 40, epoch=5)
-    await recorder.settled(ScopedId("s"))
-    record(recorder, 41, epoch=6)
-    await recorder.settled(ScopedId("s"))
-    assert fake.calls[3:] == [("session", 41, 0), ("request", 41, 0), ("prefixes", 1, 0)]
-
-
 async def test_after_another_has_claimed_the_session_nothing_is_written_until_it_is_claimed_back(
     recorder: Recorder, fake: FakeRegistry
 ) -> None:

@@ -68,21 +68,6 @@ async def test_a_target_with_another_model_does_not_take_over(fakes: Fleet, name
     assert not targets[0][0].calls or not targets[1][0].calls
 
 
-async def test_a_target_that_comes_back_goes_on(fakes: Fleet) -> None:
-    """Restarted, it has another name and address and nothing in its slots."""
-    target, server = await fakes.target("t1")
-    _, process = await fakes.orchestrator()
-    kill_the_one_that_gets(4, [(target, server)])
-    async with Client(process.address) as client:
-        running = asyncio.create_task(read(client))
-        await until(lambda: len(target.calls) == 3)
-        await asyncio.sleep(1.0)
-        await fakes.target("t2")
-        seen = await asyncio.wait_for(running, 30)
-    assert seen.token_ids == expected(fakes)
-    assert seen.end.num_failovers == 1
-
-
 @pytest.mark.parametrize("fingerprint", ["fake", "other"])
 async def test_another_process_at_the_same_address_is_another_target(fakes: Fleet, fingerprint: str) -> None:
     """A channel connects to whoever answers there; with another model the text would change in the middle."""

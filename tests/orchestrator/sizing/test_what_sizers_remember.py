@@ -119,12 +119,6 @@ def test_a_round_without_a_draft_ends_nothing() -> None:
     assert again.expected_tokens == pytest.approx(before.expected_tokens, abs=0.5), "what it has learnt is still known"
 
 
-def test_a_draft_that_comes_later_does_not_begin_the_count_again() -> None:
-    world = MadeRounds(sweep=STEEP)
-    world.play(3, draft=None)
-    assert [played.decision.number for played in world.play(2) if played.decision] == [4, 5]
-
-
 def test_guesses_at_another_temperature_are_learnt_apart() -> None:
     world = MadeRounds(sweep=STEEP, claimed=SURE, true=WRONG)
     world.play(30)

@@ -8,15 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bough.errors import InvalidRequest
-from bough.protocol.generation import (
-    ChatPrompt,
-    Constraint,
-    Function,
-    Message,
-    ToolCall,
-    ToolChoice,
-    Tools,
-)
+from bough.protocol.generation import ChatPrompt, Constraint, Function, Message, ToolCall, ToolChoice, Tools
 from bough.tokenization.chat_template import ChatTemplate
 from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.opening.prompt import whole_prompt

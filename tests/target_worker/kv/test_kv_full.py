@@ -84,14 +84,6 @@ def rows_of(pool: SlotPool, name: str) -> int:
     return 0 if session is None else session.slot.num_rows
 
 
-def test_a_session_that_may_become_long_takes_what_it_needs_and_a_step(engine: SweepEngine, pool: SlotPool) -> None:
-    """Without max_tokens it once took the whole context: two sessions filled memory in which three run now."""
-    callers = [Caller.of(number) for number in range(3)]
-    assert [caller.step(engine) for caller in callers] == [True, True, True]
-    assert [rows_of(pool, caller.name) for caller in callers] == [STEP + FULL.rows] * 3
-    pool.check_integrity()
-
-
 def test_a_slot_grows_in_steps_and_no_further_than_it_may(engine: SweepEngine, pool: SlotPool) -> None:
     caller, rows = Caller.of(0), []
     while len(caller.tokens) < FULL.max_context:

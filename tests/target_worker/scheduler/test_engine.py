@@ -109,17 +109,6 @@ def test_a_long_context_goes_through_several_sweeps_and_others_ride_along(
     assert long.result().timings.num_passes == 3
 
 
-def test_waiting_calls_share_a_sweep(engine: SweepEngine, model: FakeModel) -> None:
-    model.gate.clear()
-    first = engine.verify(verify_call("a", [1]))
-    model.wait_for_sweep()
-    later = [engine.verify(verify_call("b", [10, 11])), engine.verify(verify_call("a", [1, 30], held=1, round_=1))]
-    model.gate.set()
-    assert first.result(5).verdict.bonus_token == 2
-    assert [future.result(5).verdict.bonus_token for future in later] == [12, 31]
-    assert len(model.batches) == 2
-
-
 def test_a_round_that_overtakes_one_in_flight_is_refused(engine: SweepEngine, model: FakeModel) -> None:
     """Round 0 takes several sweeps, so that its session's next call comes in between."""
     model.gate.clear()
@@ -199,22 +188,6 @@ def test_who_has_lost_a_session_cannot_release_it(engine: SweepEngine) -> None:
         engine.release(ScopedId("a"), epoch=3).result(5)
 
 
-def test_leases_end_with_release_or_with_time(engine: SweepEngine, clock: Clock) -> None:
-    for session in ("a", "b"):
-        engine.verify(verify_call(session, [1])).result(5)
-    with pytest.raises(Exhausted, match="KV memory: 56 tokens need 448 bytes, but 128 of 1024 are free; 2 sessions"):
-        engine.verify(verify_call("c", [1])).result(5)
-    engine.release(ScopedId("a")).result(5)
-    with pytest.raises(NotFound, match="'a' has no slot here"):
-        engine.release(ScopedId("a")).result(5)
-    engine.verify(verify_call("c", [1])).result(5)
-    clock.now = 61.0
-    engine.verify(verify_call("c", [1, 2], held=1, round_=1)).result(5)
-    engine.verify(verify_call("d", [1])).result(5)
-    assert engine.pool.get(ScopedId("b")) is None, "the one that was idle longest gives way"
-    assert engine.pool.get(ScopedId("c")) is not None
-
-
 def test_a_slot_has_room_for_trees_of_the_size_that_come(engine: SweepEngine) -> None:
     engine.verify(verify_call("a", [1])).result(5)
     session = engine.pool.get(ScopedId("a"))
@@ -224,16 +197,6 @@ def test_a_slot_has_room_for_trees_of_the_size_that_come(engine: SweepEngine) ->
     engine.verify(verify_call("a", [1, 2], held=1, round_=1, tree=chain)).result(5)
     assert session.slot.num_rows == LIMITS.max_context + 2 * LIMITS.rows
     engine.pool.check_integrity()
-
-
-def test_a_caller_that_leaves_does_not_disturb_the_sweep_of_others(engine: SweepEngine, model: FakeModel) -> None:
-    """A cancelled future once made the sweep thread fail everybody's calls."""
-    model.gate.clear()
-    left, stayed = engine.verify(verify_call("a", [1, 2])), engine.verify(verify_call("b", [5]))
-    left.cancel()
-    model.gate.set()
-    assert stayed.result(5).verdict.bonus_token == 6
-    assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
 
 
 def test_a_failed_sweep_fails_its_calls_and_nothing_else(engine: SweepEngine, model: FakeModel) -> None:
