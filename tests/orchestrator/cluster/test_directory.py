@@ -11,6 +11,7 @@ from itertools import pairwise
 from unittest.mock import AsyncMock
 
 import pytest
+from tokenizers import Tokenizer
 
 from bough.errors import NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions
@@ -105,6 +106,19 @@ async def test_a_worker_is_forgotten_when_the_index_has_not_named_it_for_a_while
             assert directory.has_target
     await directory._refresh()
     assert not directory.has_target
+
+
+async def test_the_difference_of_a_draft_s_tokenizer_is_known_before_it_is_asked_for(fakes: Fleet) -> None:
+    """Reading a vocabulary of 150,000 tokens takes the better part of a second, which the event loop has not."""
+    await fakes.target("a")
+    other = Tokenizer.from_str(fakes.tokenizer.tokenizer_json.decode())
+    other.add_tokens(["another"])
+    await fakes.worker(FakeDraft("b", replace(fakes.tokenizer, tokenizer_json=other.to_str().encode())))
+    directory = Directory(fakes.registry)
+    async with directory.running():
+        await until(lambda: len(directory._everyone()) == 2)
+        assert all("vocabulary" in vars(known.tokenizer.files) for known in directory._everyone())
+        assert any("its tokenizer differs from a's" in status.problem for status in directory.statuses())
 
 
 async def test_the_connection_to_a_worker_that_cannot_be_used_is_closed(

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
 from bough.client import Client
-from bough.errors import ConfigError
+from bough.errors import ConfigError, Unavailable
 from bough.pb import generation_pb2 as pb
 from bough.protocol.ids import ScopedId
 from bough.rpc.server import open_channel
@@ -145,6 +145,15 @@ async def test_an_orchestrator_that_drains_says_so_to_everyone(
     for response in (await door.post(PATH, BODY), await door.client.get("/health")):
         assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
         assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_without_a_target_nothing_can_be_asked(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*_: object) -> None:
+        raise Unavailable("no target worker can be used")
+
+    monkeypatch.setattr(type(door.stack.requests), "models", nobody)
+    response = await door.client.get("/v1/models")
+    assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
 
 
 async def test_a_client_that_stops_reading_loses_its_connection_and_its_place(

@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from bough.errors import StaleEpoch, Unavailable
+from bough.errors import NotFound, StaleEpoch, Unavailable
 from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import block_hashes
 from bough.protocol.sampling_params import SamplingParams, StopConditions
@@ -159,6 +159,24 @@ async def test_an_index_that_stays_away_is_left_alone_until_the_next_round(
     record(recorder, 4)
     await recorder.settled(ScopedId("s"))
     assert fake.calls == [("session", 4, 0), ("request", 4, 0)]
+
+
+async def test_a_kept_session_whose_turn_was_lost_is_refused_until_the_index_has_forgotten_it(
+    recorder: Recorder, fake: FakeRegistry
+) -> None:
+    fake.go.set()
+    fake.failures = [Unavailable("gone")] * 3
+    record(recorder, 3)
+    await until(lambda: not fake.failures)
+    await until(lambda: recorder._logs[ScopedId("s")].task is None)
+    fake.failures = [Unavailable("gone")] * 5
+    recorder.end(ScopedId("s"))
+    await until(lambda: not fake.failures)
+    with pytest.raises(NotFound, match="'s' cannot be continued, as its last turn is not recorded"):
+        recorder.unwritten(ScopedId("s"), continues=True)
+    assert recorder.unwritten(ScopedId("s")) is None
+    await until(lambda: not recorder._logs)
+    assert fake.calls == [("drop", 5, 0)]
 
 
 @pytest.fixture
