@@ -23,8 +23,12 @@ COVERS = {  # what each folder's long tests may fail for, beside themselves
     "tests/orchestrator": ("orchestrator",),
     "tests/pipeline": ("bough/grammar", "bough/processes", "draft_worker", "orchestrator", "target_worker"),
     "tests/processes": ("bough/processes", "orchestrator", "target_worker"),
+    "tests/rpc": ("bough/rpc", "orchestrator"),
+    "tests/runtime": ("bough/runtime", "draft_worker"),
+    "tests/security": ("bough/rpc", "orchestrator"),
     "tests/simulation": ("bough/grammar", "bough/simulation"),
     "tests/simulator": ("bough/simulation", "bough/sizing", "docs/capacity.md", "orchestrator/sizing", "simulator"),
+    "tests/target_worker": ("target_worker",),
 }
 
 

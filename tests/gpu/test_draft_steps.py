@@ -78,7 +78,7 @@ def test_steps_are_captured_and_right(family: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["compressed-tensors", "gptq", "awq"])
+@pytest.mark.parametrize("method", long_but(["compressed-tensors"], ["compressed-tensors", "gptq", "awq"]))
 def test_a_packed_draft_gives_the_same_logits_on_each_gpu_packed_or_written_out(
     method: str, tiny: Path, tmp_path: Path
 ) -> None:

@@ -76,6 +76,11 @@ PLACES = {
     "keys and values are the host's, two layers by turns a second device's": Where(0, 4, True, elsewhere=(0, 2)),
     "keys and values are the host's, all layers a second device's": Where(0, kv_on_host=True, elsewhere=(0, 1, 2, 3)),
 }
+FEW_PLACES = [
+    "all layers come from disk, through the host",
+    "a second device has one between others",
+    "keys and values are the host's, the last two layers a second device's",
+]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +90,7 @@ def in_order(tiny: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", long_but(FEW_PLACES, PLACES))
 def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(
     name: str, tiny: Path, in_order: torch.Tensor
 ) -> None:

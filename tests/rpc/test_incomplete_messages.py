@@ -47,6 +47,7 @@ from tests.fakes.http2 import (
     frame,
     head,
 )  # fmt: skip
+from tests.fakes.tiers import long_but
 from tests.fakes.waiting import until
 
 GENERATE = f"/{GENERATION.full_name}/Generate"
@@ -232,12 +233,15 @@ async def answered(port: int, key: str) -> str:
         return str((await call.read()).started.request_id)
 
 
+ENDLESS = [  # calls whose messages never end: connections, method, key, and how many of them may be under way
+    *((24, CHECK, "", HEALTH_PLACES), (1, GENERATE, "", 0), (24, GENERATE, "alice", PLACES)),
+    *((1, CHECK, "", HEALTH_PLACES), (24, GENERATE, "", 0), (1, GENERATE, "alice", PLACES)),
+    *((1, REFLECTION, "alice", PLACES), (24, REFLECTION, "alice", PLACES)),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("num_connections", [1, 24])
-@pytest.mark.parametrize(
-    ("path", "key", "places"),
-    [(CHECK, "", HEALTH_PLACES), (GENERATE, "", 0), (GENERATE, "alice", PLACES), (REFLECTION, "alice", PLACES)],
-)
+@pytest.mark.parametrize(("num_connections", "path", "key", "places"), long_but(ENDLESS[:3], ENDLESS))
 async def test_messages_that_never_end_take_a_bounded_memory_and_keep_nobody_out(
     path: str, key: str, places: int, num_connections: int
 ) -> None:

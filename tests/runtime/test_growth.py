@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # With 14 of 30 layers the C library's own settings leave gaps of 150 MB; with 6 they would be too small to tell.
 DROPPED = ",".join(map(str, range(8, 24)))
 GROWN_BYTES = 30_000_000  # rows of keys and values in pages of 2 MB, and Python's own: 10 MB of so many layers
@@ -62,6 +64,7 @@ run(main)
 """
 
 
+@pytest.mark.long
 def test_a_draft_worker_does_not_grow_with_its_requests(smollm: Path) -> None:
     """Weights on their way, and logits of each larger batch, left gaps in heaps (`bough.runtime.allocator`)."""
     command = [sys.executable, "-c", SERVE, "--model", str(smollm), "--kv-memory", "200MB", "--max-context", "1024"]

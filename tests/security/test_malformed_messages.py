@@ -31,7 +31,7 @@ def test_whatever_comes_is_read_or_refused_in_few_words() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("has_tls", [pytest.param(False, marks=pytest.mark.long), True], ids=["plain", "tls"])
 async def test_whatever_comes_over_sockets_is_answered_and_leaves_nothing_behind(tmp_path: Path, has_tls: bool) -> None:
     outcomes = await at_sockets(tmp_path, AT_SOCKETS, SEED, has_tls=has_tls)
     assert not outcomes.problems, (outcomes.problems, outcomes.examples)

@@ -64,7 +64,11 @@ def request_of(token_id: int, number: int) -> bytes:
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (request_of(1, 3_100_000), f"token_ids: must have at most {MAX_CONTEXT} entries, got 3100000"),
+        pytest.param(
+            request_of(1, 3_100_000),
+            f"token_ids: must have at most {MAX_CONTEXT} entries, got 3100000",
+            marks=pytest.mark.long,
+        ),
         (request_of(INVALID_ID, 90_000), f"token_ids.ids: must be 0 to 256, got {INVALID_ID}"),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_row_is_bitwise_what_it_would_be_on_a_path_of_its_own(kernel: ModuleTy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
 def test_latents_are_keys_and_values(kernel: ModuleType, dtype: torch.dtype) -> None:
     """Of 20 heads, 10 a program: as the reference says, and bitwise what they are on a path of their own."""
     torch.manual_seed(8)

@@ -18,6 +18,7 @@ from loadtest.common.tiny_model import save_model
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.fakes.model.families import FAMILIES, of_two_layers, random_tree
 from tests.fakes.models import CPU, decode, new_slot, plain_logits, streamed
+from tests.fakes.tiers import long_but
 
 
 def test_a_sweep_of_context_alone_needs_no_logits(tiny: Path) -> None:
@@ -78,7 +79,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], [torch.bfloat16, torch.float32]), ids=str)
 @pytest.mark.parametrize("family", QUICK)
 def test_logits_of_the_reference_are_bitwise_those_of_plain_decoding(
     family: str, dtype: torch.dtype, tmp_path: Path

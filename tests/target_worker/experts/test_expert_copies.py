@@ -28,6 +28,7 @@ from tests.cli.planning.test_plan import run
 from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.models import streamed
+from tests.fakes.tiers import long_but
 from tests.target_worker.experts.test_experts import MIXTURE, NUM_EXPERTS, SIZES, logits_of, plan_of
 
 
@@ -163,7 +164,7 @@ def whole_layers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_resident", [0, 2, 40])
+@pytest.mark.parametrize("max_resident", long_but([2], [0, 2, 40]))
 def test_the_bits_are_those_of_whole_layers(whole_layers: WholeLayers, max_resident: int) -> None:
     """With the rest of the layers on the device, in the host's memory and on disk."""
     family, folder, wanted = whole_layers

@@ -34,6 +34,7 @@ from target_worker.worker import TargetWorker
 from tests.cli.planning.test_plan import run
 from tests.fakes.model.families import FAMILIES, of_two_layers, random_tree
 from tests.fakes.models import CPU, new_slot, plain_logits, streamed
+from tests.fakes.tiers import long_but
 
 NUM_EXPERTS = {"mixtral": 4, "qwen2 moe, shared expert": 6, "qwen3 moe": 6, "gpt-oss, sinks, alternating windows": 4}
 SIZES = (1, 2, 40, 1, 7)  # nodes of trees in sweeps after one another, one of which has several chunks of rows
@@ -53,7 +54,7 @@ def logits_of(model: StreamedModel, *sizes: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], [torch.bfloat16, torch.float32]), ids=str)
 def test_the_bits_are_those_of_whole_layers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """With as little room as may be, with some more and with room for all; sweeps of several chunks too."""
     folder = save_model(tmp_path / "model", of_two_layers(family))
