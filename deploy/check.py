@@ -57,7 +57,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as exc:
-        raise ConfigError(f"{path}: must be a file that can be read, got: {exc.strerror}") from exc
+        raise ConfigError(f"{path}: must be a readable file, got: {exc.strerror}") from exc
     except (ValueError, yaml.YAMLError) as exc:
         raise ConfigError(f"{path}: must be YAML, got: {' '.join(str(exc).split())}") from exc
     if not isinstance(config, dict):
@@ -185,7 +185,7 @@ def _check_proxy(schema: ServeDeploySchema, orchestrator: OrchestratorConfig) ->
     if not orchestrator.keys and not orchestrator.insecure:
         raise ConfigError(
             f"http_options.host: must be this machine's own, such as 127.0.0.1, without {program}.keys, got "
-            f"{options.host}; {program}.insecure lets in whoever reaches it"
+            f"{options.host}; {program}.insecure admits everyone who reaches it"
         )
     if orchestrator.tls_cert and not options.ssl_certfile:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Futures whose caller may cancel them at any moment, and commands for a thread that answer by them."""
+"""Futures that callers may cancel at any moment, and commands for a thread that answer with them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PendingCalls:
 
 
 class Inbox:
-    """A queue of commands, put by any thread and run by one. Those that come after its end are refused."""
+    """A queue of commands from any thread, run by one thread. Commands after its end are refused."""
 
     def __init__(self, refusal: str) -> None:
         """`refusal` is the text of the Unavailable that later commands get."""
@@ -85,7 +85,7 @@ class Inbox:
         self._commands.put(command)
 
     def post(self, future: Future[Any], act: Callable[[], None]) -> None:
-        """Queue `act`, which runs in the caller's context, for logs and traces; its errors go to the future."""
+        """Queue `act`. It runs in the caller's context, for logs and traces; its errors are set on the future."""
         context = copy_context()
 
         def run() -> None:
@@ -101,9 +101,9 @@ class Inbox:
             self._refuse()
 
     def run(self, wait_seconds: Callable[[], float | None]) -> bool:
-        """Run queued commands, on the thread; returns False if it is to end.
+        """Run queued commands, on the thread; returns False if the thread should end.
 
-        `wait_seconds` is asked before each how long to wait for it: 0 is not at all, None until one comes.
+        `wait_seconds` returns, before each command, how long to wait for it: 0 is not at all, None until one comes.
         """
         while True:
             try:
@@ -115,12 +115,12 @@ class Inbox:
             command()
 
     def end(self) -> None:
-        """Refuse what is queued and what is still to come, when the thread ends."""
+        """Refuse queued and later commands, when the thread ends."""
         self._is_over = True
         self._refuse()
 
     def _refuse(self) -> None:
-        """Run commands that can only fail; any thread, each is taken once."""
+        """Run commands that can only fail. May be called on any thread; each command runs once."""
         with suppress(Empty):
             while True:
                 if (command := self._commands.get_nowait()) is not None:

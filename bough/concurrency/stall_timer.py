@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class StallTimer:
-    """Measures for how long there has been work to do and none was done; who has nothing to do never stalls."""
+    """Measures for how long there has been work without progress; without work there is no stall."""
 
     def __init__(self) -> None:
         self._num_done = -1
-        self._since: float | None = None  # when work was first seen, if none has been done since
+        self._since: float | None = None  # when work was first seen, if there has been no progress since
 
     def seconds(self, is_busy: bool, num_done: int, now: float) -> float:
         """Seconds, up to `now`, for which there was work and the counter `num_done` has not changed; 0 without work."""

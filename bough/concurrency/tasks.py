@@ -22,7 +22,7 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
 
 @asynccontextmanager
 async def background(*work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
-    """Run coroutines as tasks during the block, which is not told of their exceptions."""
+    """Run coroutines as tasks during the block; their exceptions are not raised in it."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         yield
@@ -31,7 +31,7 @@ async def background(*work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
 
 
 async def first_of(*work: Coroutine[Any, Any, Any]) -> None:
-    """Run coroutines until one of them has ended, whose exception is raised; the others are cancelled."""
+    """Run coroutines until one has ended and raise its exception, if any; the others are cancelled."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -42,7 +42,7 @@ async def first_of(*work: Coroutine[Any, Any, Any]) -> None:
 
 
 async def came_true(condition: Callable[[], object], timeout_seconds: float) -> bool:
-    """Wait until a condition holds, which is looked at every POLL_SECONDS; False if it does not in time."""
+    """Wait until a condition holds, checked every POLL_SECONDS; False if it does not hold in time."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() >= deadline:

@@ -1,8 +1,8 @@
 """`python -m bough.health ADDRESS [SERVICE]`: whether a process serves, by its exit status; for containers.
 
 ADDRESS is a host and port of any of the three programs. SERVICE is a full name such as bough.v1.Generation; without one
-it is the whole process that is asked about. The variables of a process that speaks TLS (BOUGH_TLS_CERT, ...) let it be
-asked, by an address that is among its certificate's names. Exit status 0 is SERVING, 1 anything else.
+the whole process is checked. For a process with TLS, set the variables that it has (BOUGH_TLS_CERT, ...), and use an
+address that is among its certificate's names. Exit status 0 is SERVING, 1 anything else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLAIN = CertificateFiles()
 
 
 async def status_of(address: str, service: str = "", files: CertificateFiles = PLAIN) -> str:
-    """SERVING or NOT_SERVING, or why nobody answers. Raises ConfigError for `files` of no use."""
+    """SERVING or NOT_SERVING, or why there is no answer. Raises ConfigError for unusable `files`."""
     (peer,) = channels(files, address)
     async with peer.opened() as channel:
         try:
@@ -47,8 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     files = files_from(arguments)
     ways = [files]
-    if files.cert and not files.authority:  # the variables of the very process that is asked: it is known by itself
-        ways = [CertificateFiles(authority=files.cert), replace(files, authority=files.cert)]  # if it asks for one
+    if files.cert and not files.authority:  # the checked process's own certificate is trusted
+        ways = [
+            CertificateFiles(authority=files.cert),
+            replace(files, authority=files.cert),
+        ]  # if one is required
     status = ""
     for way in ways:
         try:

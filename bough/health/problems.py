@@ -1,4 +1,4 @@
-"""Problems of a running system, as far as an orchestrator knows of them."""
+"""Problems of a running system that an orchestrator knows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def find_problems(server: ServerInfo) -> list[str]:
     ]
     pairs = combinations([worker.info for worker in server.workers], 2)
     problems += [
-        f"{contradiction}; sessions do not move between them: put the same files in both places and start again"
+        f"{contradiction}; sessions cannot move between them: install the same files in both places and restart"
         for first, second in pairs
         if (contradiction := first.contradiction(second))
     ]

@@ -17,7 +17,7 @@ from bough.errors import ConfigError, Unavailable
 TIMEOUT_SECONDS = 60.0  # the first call starts a process on the head
 NODES = "/api/v0/nodes?detail=1&limit=1000"
 APPLICATIONS = "/api/serve/applications/"
-INTERNAL = ("memory", "object_store_memory")  # resources that are never requested here, beside Ray's own node:...
+INTERNAL = ("memory", "object_store_memory")  # resources that bough never requests, in addition to Ray's own node:...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Application:
 
     @property
     def problem(self) -> str:
-        """Messages of unhealthy deployments, else of the application; empty if it runs."""
+        """Messages of unhealthy deployments, or else of the application; empty if it runs."""
         if self.status == "RUNNING":
             return ""
         messages = [f"{each.name}: {each.message}" for each in self.deployments if each.message and not each.is_healthy]

@@ -1,4 +1,4 @@
-"""Settings of glibc's allocator, so that freed memory goes back to the system."""
+"""Settings of glibc's allocator that return freed memory to the system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many connections a server may have open, and which one gives way to one more."""
+"""The limit of a server's open connections, and which one is closed for a new one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Connection(Protocol):
 
     @property
     def idle_since(self) -> float | None:
-        """Time of the event loop since which nothing has been served over it; None while something is."""
+        """Event loop time since which the connection has been idle; None while it is busy."""
 
     def abort(self) -> None:
         """Close it at once."""
@@ -29,6 +29,6 @@ def connection_limit(num_descriptors: int) -> int:
 
 
 def longest_idle(connections: Iterable[Connection]) -> Connection | None:
-    """The connection that gives way to a new one; None if all are busy."""
+    """The connection to close for a new one; None if all are busy."""
     idle = [(since, number, each) for number, each in enumerate(connections) if (since := each.idle_since) is not None]
     return min(idle)[2] if idle else None

@@ -9,18 +9,18 @@ import threading
 
 from bough.errors import BoughError, ConfigError, InvalidRequest, NotFound, PairingError, Unauthenticated
 
-FAILED = 1  # also where a check, such as that of `bough doctor`, has found something
-MISUSED = 2  # as argparse has it
+FAILED = 1  # also if a check, such as that of `bough doctor`, has found a problem
+MISUSED = 2  # argparse's status
 EXIT_SIGNAL = 128  # plus the signal's number, as in a shell
 CALLERS = ConfigError | InvalidRequest | PairingError | NotFound | Unauthenticated
 MEANINGS = """exit statuses:
   0    done
-  1    failed, as where no server answers, or a check found a problem
+  1    failed: no server answered, or a check found a problem, for example
   2    a flag, setting, model or request is wrong
   130  ended by Ctrl-C
-  141  nobody reads the output
+  141  the reader of the output closed the pipe
   143  ended by SIGTERM"""
-EXIT_LOST = 3  # of its GPU, or of its weights
+EXIT_LOST = 3  # of the GPU, or of the weights
 LAST_SECONDS = 1.0  # time to reply to callers before that exit
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
-"""Memory that is taken from the system before it is used: in huge pages, by several threads, and near a device.
+"""Memory that is allocated before it is used: in huge pages, by several threads, and near a device.
 
-A page of memory is taken, and written full of zeros, when it is first touched, by the one thread that touches it: a few
-gigabytes a second. Where a machine has several nodes of memory (NUMA), it comes from that thread's; a device on another
-one then copies over the link between them.
+The system allocates and zeroes a page when a thread first touches it, a few gigabytes per second and thread. On a
+machine with several memory nodes (NUMA) the page comes from that thread's node; a device on another node then copies
+over the link between the nodes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 from bough.runtime.machine import ROOT, usable_cpus
 
 MADV_POPULATE_WRITE = 23  # of madvise(2), since Linux 5.14
-MPOL_PREFERRED = 1  # of mbind(2): others where that node has none left
-MBIND = {"x86_64": 237, "aarch64": 235}  # its number by processor; libc has no function for it
+MPOL_PREFERRED = 1  # of mbind(2): other nodes if this one has no memory left
+MBIND = {"x86_64": 237, "aarch64": 235}  # system call number by processor, as libc has no function for it
 PAGE_BYTES = 4096
-PART_BYTES = 64 * 1024 * 1024  # that a thread takes at a time
+PART_BYTES = 64 * 1024 * 1024  # that a thread touches at a time
 MOST_THREADS = 8
 MASK_BITS = 1024  # of the set of nodes
 LARGE_PAGE = 2 * 1024 * 1024
@@ -32,7 +32,7 @@ LARGE_PAGE = 2 * 1024 * 1024
 def large_pages(num_bytes: int) -> memoryview:
     """Page-aligned zeroed memory, in pages of 2 MB where the system has them; allocated when first written.
 
-    Small pages cost an address translation every 4 KB, and split reads from disk wherever they are not contiguous.
+    Small pages cost an address translation every 4 KB, and split disk reads where they are not contiguous.
     The memory is private, because Linux by default gives shared memory small pages only, and it is aligned for huge
     pages.
     """
@@ -45,7 +45,7 @@ def large_pages(num_bytes: int) -> memoryview:
 
 
 def node_of(pci_address: str, root: Path = ROOT) -> int | None:
-    """The node of memory that a device is nearest to; None where there is but one, or the system does not say."""
+    """The memory node nearest to a device; None if there is only one, or the system does not report it."""
     try:
         node = int((root / "sys/bus/pci/devices" / pci_address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -54,7 +54,7 @@ def node_of(pci_address: str, root: Path = ROOT) -> int | None:
 
 
 def prefer_node(memory: memoryview, node: int) -> bool:
-    """Has pages that are not taken yet come from a node; False where the system, or a container's rules, refuse."""
+    """Bind pages that are not allocated yet to a node; False if the system or a container's rules refuse."""
     number = MBIND.get(platform.machine())
     if number is None or not 0 <= node < MASK_BITS:
         return False
@@ -66,7 +66,7 @@ def prefer_node(memory: memoryview, node: int) -> bool:
 
 
 def populate(memory: memoryview, num_threads: int = 0) -> None:
-    """Takes all pages of memory that begins at a page and that nobody has written to; 0 is as many threads as help."""
+    """Allocate all pages of unwritten, page-aligned memory; 0 threads picks a useful number."""
     parts = [memory[begin : begin + PART_BYTES] for begin in range(0, len(memory), PART_BYTES)]
     with ThreadPoolExecutor(num_threads or min(MOST_THREADS, usable_cpus()), thread_name_prefix="pages") as threads:
         for _ in threads.map(_take, parts):
@@ -85,7 +85,7 @@ def in_pieces(sizes: Sequence[int], most: int) -> list[list[int]]:
 
 def _take(part: memoryview) -> None:
     begin, size = ctypes.c_void_p(_address(part)), ctypes.c_size_t(len(part))
-    if _libc().madvise(begin, size, MADV_POPULATE_WRITE) != 0:  # an older system
+    if _libc().madvise(begin, size, MADV_POPULATE_WRITE) != 0:  # an older kernel
         np.frombuffer(part, np.uint8)[::PAGE_BYTES] = 0
 
 

@@ -15,7 +15,7 @@ from typing import TextIO
 MAX_TEXT_BYTES = 2400  # of a percent-encoded header; gRPC clients accept 8 KB for all headers
 MAX_LOG_CHARACTERS = 4096  # of a log message
 MAX_TRACE_LINES = 120
-MAX_LINES_A_MINUTE, MINUTE_SECONDS = 60, 60.0  # of one place in the code that strangers have write lines
+MAX_LINES_A_MINUTE, MINUTE_SECONDS = 60, 60.0  # from one place in the code, if strangers can cause these lines
 INDENT = "    | "  # prefix of continuation lines, with which no record begins
 # Control characters but tab and line break, and those that turn the order of characters around. The group is a carriage
 # return that a line break follows, or may follow in the next piece of a text.
@@ -40,7 +40,7 @@ def on_one_line(text: str) -> str:
 
 
 def say(*lines: str, file: TextIO | None = None) -> None:
-    """Print lines, by default on standard output; whatever names and texts of others are in them, each is one."""
+    """Print lines, by default on standard output. Names and texts of others in them cannot add lines."""
     print("\n".join(on_one_line(cut(line)) for line in lines), file=file, flush=True)
 
 
@@ -63,10 +63,7 @@ def tell(text: str) -> None:
 
 
 def shown(text: str, stream: TextIO) -> str:
-    """A model's text for a stream: as it is, or, where that is a terminal, with what would steer it escaped.
-
-    A line that ends as on Windows ends as any other there.
-    """
+    """A model's text for a stream. On a terminal control characters are escaped, and Windows' line ends converted."""
     if not stream.isatty():
         return text
     return _STEERING.sub(lambda found: "" if found[1] else _escaped(found[0]), text)
@@ -103,9 +100,9 @@ def cut(text: str) -> str:
 
 
 class SparingFilter(logging.Filter):
-    """Limits the lines of loggers that strangers can make say something, as otherwise they could fill a disk.
+    """Limits the lines of loggers that strangers can trigger, as they could fill a disk.
 
-    Each place in the code has so many lines a minute; its next one tells how many were left out.
+    Each place in the code may log MAX_LINES_A_MINUTE; its next line then has the number of dropped ones.
     """
 
     def __init__(self, names: tuple[str, ...], clock: Callable[[], float] = time.monotonic) -> None:

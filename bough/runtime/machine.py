@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-SHARE = 0.8  # default share of free memory that a process takes
+SHARE = 0.8  # default share of free memory for a process
 GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu")  # files in /dev for CUDA, WSL2, ROCm and Jetson
-RESERVE_BYTES = 300 * 1000**2  # left free in any case, for stacks, kernels, buffers and other processes
+RESERVE_BYTES = 300 * 1000**2  # always left free, for stacks, kernels, buffers and other processes
 
 
 def usable_cpus(root: Path = ROOT, affinity: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Credentials for calls among processes of one deployment, checks of their callers, and the demand for a guard."""
+"""Credentials for calls among the processes of a deployment, checks of callers, and the demand for a guard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Access:
 
     key: WorkerKey | None = None
     tls: Tls | None = None  # for this process's servers; for its calls to workers if there is an authority
-    peer_names: tuple[str, ...] = ()  # of a worker's clients; empty admits all of the authority
+    peer_names: tuple[str, ...] = ()  # allowed for a worker's clients; empty admits every certificate of the authority
 
     @classmethod
     def of(cls, config: ServiceConfig) -> Access:
@@ -49,27 +49,27 @@ class Access:
 
     @property
     def worker_credentials(self) -> grpc.ServerCredentials | None:
-        """Credentials of a worker's server, which requires certificates of the authority; None is no TLS."""
+        """Credentials of a worker's server, which requires certificates of the authority; None without TLS."""
         return None if self.tls is None else self.tls.server_credentials(lambda now: now.authority)
 
     @property
     def worker_context(self) -> CurrentContext | None:
-        """TLS context of a worker's server that does not speak gRPC; None is no TLS."""
+        """TLS context of a worker's server that does not speak gRPC; None without TLS."""
         return None if self.tls is None else server_context(self.tls, lambda now: now.authority)
 
     @property
     def api_credentials(self) -> grpc.ServerCredentials | None:
-        """Credentials of an orchestrator's gRPC server; None is no TLS."""
+        """Credentials of an orchestrator's gRPC server; None without TLS."""
         return None if self.tls is None else self.tls.server_credentials(_clients_of_apis)
 
     @property
     def api_context(self) -> CurrentContext | None:
-        """TLS context of an orchestrator's HTTP server; None is no TLS."""
+        """TLS context of an orchestrator's HTTP server; None without TLS."""
         return None if self.tls is None else server_context(self.tls, _clients_of_apis)
 
     @property
     def own_context(self) -> CurrentContext | None:
-        """TLS context for HTTP to the process with these settings itself; None is no TLS."""
+        """TLS context for HTTP to the process with these settings itself; None without TLS."""
         return None if self.tls is None else context_to_itself(self.tls)
 
     def channel(self, address: str) -> PeerChannel:
@@ -100,10 +100,10 @@ END = b"-----END CERTIFICATE-----\n"
 
 
 def metrics_context(config: ServiceConfig) -> Callable[[], ssl.SSLContext] | None:
-    """TLS contexts for a metrics server in its own threads, which reloads files at each connection; None is no TLS."""
+    """TLS contexts for a metrics server in its own threads, which reloads files; None without TLS."""
     if not (files := certificate_files(config)):
         return None
-    tls = Tls(replace(files, authority="", client_authority=""), is_server=True, is_told=False)
+    tls = Tls(replace(files, authority="", client_authority=""), is_server=True, is_logged=False)
     context = server_context(tls, lambda _: b"")
 
     def now() -> ssl.SSLContext:
@@ -119,20 +119,20 @@ def certificate_files(config: ServiceConfig) -> CertificateFiles:
     files = CertificateFiles(config.tls_cert, config.tls_key, config.tls_ca, clients)
     for setting, value in ((AUTHORITY, files.authority), (CLIENT_AUTHORITY, files.client_authority)):
         if value and not (files.cert or files.key):
-            raise ConfigError(f"{CERT}: missing; must be given where {setting} is, as the process has to show one, too")
+            raise ConfigError(f"{CERT}: missing; must be given where {setting} is, as the process must present one too")
     is_worker = not isinstance(config, OrchestratorConfig)
     if is_worker and (files.cert or files.key or config.tls_peer_names) and not files.authority:
         raise ConfigError(
-            f"{AUTHORITY}: missing; must be given for a worker with {CERT}, which answers certificates of it"
+            f"{AUTHORITY}: missing; must be given for a worker with {CERT}, which accepts only certificates of it"
         )
     return files
 
 
 def _clients_of_apis(now: Certificates) -> bytes:
-    """Authorities whose certificates an API accepts; the supervisor's is one, as it calls the APIs too.
+    """Authorities whose certificates an API accepts, including the supervisor's, as it calls the APIs too.
 
-    Without an authority of the processes, that is the process's own certificate, without those of authorities that
-    follow it: they vouch for others, too.
+    Without an authority of the processes, the supervisor's is the process's own certificate. Authorities that follow it
+    in its file are left out, as they sign other certificates too.
     """
     own = now.chain.partition(END)[0] + END
     return now.client_authority and now.client_authority + b"\n" + (now.authority or own)
@@ -148,10 +148,10 @@ def guards_of(config: ServiceConfig) -> tuple[str, ...]:
 
 
 def require_guarded(config: ServiceConfig) -> None:
-    """Check the listening address, and warn about what others could do.
+    """Check the listening address, and warn about unprotected access.
 
     Raises:
-        ConfigError: others reach the process, nothing guards it, and --insecure is not set.
+        ConfigError: other machines reach the process, nothing guards it, and --insecure is not set.
     """
     if is_loopback(config.host):
         return
@@ -162,8 +162,8 @@ def require_guarded(config: ServiceConfig) -> None:
             settings = " or ".join(f"{guard} FILE" for guard in guards)
             raise ConfigError(
                 f"--host: must be this machine's own, such as 127.0.0.1, without {settings}, got {config.host!r}, "
-                "which others reach; --insecure lets in whoever does"
+                "which other machines reach; --insecure admits everyone who reaches it"
             )
-        logger.warning("--insecure: whoever reaches %s is let in", config.host)
+        logger.warning("--insecure: everyone who reaches %s is admitted", config.host)
     elif not config.tls_cert:
-        logger.warning("without --tls-cert keys and texts cross the network to %s as they are", config.host)
+        logger.warning("without --tls-cert keys and texts cross the network to %s unencrypted", config.host)

@@ -1,4 +1,4 @@
-"""Refuse gRPC calls without credentials, or of callers with other names, before decoding their messages."""
+"""Refuse gRPC calls without credentials, or from callers whose name is not allowed, before decoding their messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> list[st
 
 
 def _refusing(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
-    """A refusing handler; as a stream handler, it runs without waiting for a message."""
+    """A handler that refuses. It is a stream handler, which runs without waiting for a message."""
 
     async def refuse(_: object, context: ServicerContext) -> None:
         await abort(context, error)
@@ -85,5 +85,5 @@ class PeerNames(grpc.aio.ServerInterceptor):
         names = {value.decode(errors="replace") for name in NAMES for value in shown.get(name, ())}
         if names & set(self.allowed):
             return True
-        await abort(context, Unauthenticated(f"the certificate must be of {' or '.join(sorted(self.allowed))}"))
+        await abort(context, Unauthenticated(f"the certificate must name {' or '.join(sorted(self.allowed))}"))
         return False

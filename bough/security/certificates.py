@@ -1,4 +1,4 @@
-"""Reads certificate files, and refuses by the setting's name what peers would refuse."""
+"""Reads certificate files, and refuses those that peers would refuse, with the setting's name."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def own_context(purpose: int, files: CertificateFiles) -> ssl.SSLContext:
             f"{CERT}: {files.cert} must be a certificate in PEM, and {KEY}: {files.key} its key without a passphrase"
         ) from exc
     except OSError as exc:
-        raise ConfigError(f"{CERT}: {files.cert} must be a file that can be read, got: {exc.strerror}") from exc
+        raise ConfigError(f"{CERT}: {files.cert} must be a readable file, got: {exc.strerror}") from exc
     return context
 
 
@@ -97,10 +97,10 @@ def _read_authority(setting: str, path: str) -> str:
 
 
 def _shown(files: CertificateFiles, chain: str, authority: str, *, is_server: bool) -> Shown:
-    """The certificate as seen by a peer that trusts the authority, or without one, this certificate itself.
+    """The certificate as seen by a peer that trusts the authority, or this certificate itself if there is none.
 
-    A process is a server to some peers and a client to others: if there is an authority, the certificate must pass as
-    both. An application is a client, whose certificate may be of another authority.
+    A process is a server to some peers and a client to others: with an authority, the certificate must be valid as
+    both. An application is a client, and its certificate may come from another authority.
     """
     authority = authority if is_server else ""
     client, server = (own_context(purpose, files) for purpose in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
@@ -111,7 +111,7 @@ def _shown(files: CertificateFiles, chain: str, authority: str, *, is_server: bo
             peer.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             peer.load_verify_locations(cadata=authority or chain)
     towards_server, towards_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    # By what they see the certificate as: the server's, or the client's.
+    # By how the peer sees the certificate: as a server's or as a client's.
     sides = {
         "server": client.wrap_bio(towards_client, towards_server),
         "client": server.wrap_bio(towards_server, towards_client, server_side=True),

@@ -22,7 +22,7 @@ from bough.security.private_files import WatchedFile
 
 PREFIX = "sk-bough-"
 SECRET_BYTES = 32
-ID_DIGITS = 12  # of a key's hash, which name it
+ID_DIGITS = 12  # of a key's hash, used as its id
 MAX_SHOWN = 80  # of an invalid value in an error
 MAX_LIMIT = 10**12
 LIMITS = ("requests", "tokens_per_minute", "sessions")
@@ -46,7 +46,7 @@ class ApiKey:
     expires: str | None = None  # ISO 8601, with a time zone
     requests: int = 0  # concurrent
     tokens_per_minute: int = 0  # of prompts and output
-    sessions: int = 0  # named ones that are kept
+    sessions: int = 0  # named sessions
 
     @property
     def key_id(self) -> str:
@@ -114,7 +114,7 @@ def read_keys(where: str, text: str) -> tuple[ApiKey, ...]:
 
 
 def read_line(where: str, line: str) -> ApiKey:
-    """Parse one key. Raises ConfigError."""
+    """Parse one line. Raises ConfigError."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
@@ -141,7 +141,7 @@ def _shown(value: object) -> str:
 
 
 class Keyring:
-    """Finds a key's holder in constant time."""
+    """Finds the tenant of a key in constant time."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
         """`clock` is in seconds since 1970. Raises ConfigError for an unusable file."""
@@ -149,13 +149,13 @@ class Keyring:
         self._clock = clock
 
     def holder(self, authorization: Iterable[str | bytes]) -> ApiKey:
-        """The key that a call has shown, from all values of its header.
+        """The entry of a call's key, from all values of its header.
 
         Raises:
             Unauthenticated: it is unknown or has expired.
         """
         shown, found = hash_of(key_in(authorization)), None
-        for key in self.file.value:  # compares with all, for constant time
+        for key in self.file.value:  # compares with every key, for constant time
             if hmac.compare_digest(key.sha256, shown):
                 found = key
         if found is None or found.has_expired(self._clock()):
@@ -187,12 +187,12 @@ def key_in(values: Iterable[str | bytes]) -> str:
 def refusal() -> Unauthenticated:
     """The only answer to missing, wrong and expired keys, so that nothing is revealed."""
     return Unauthenticated(
-        "authorization: must be Bearer and a key that is valid here; bough's own client and commands take BOUGH_API_KEY"
+        "authorization: must be Bearer and a valid key; bough's client and commands read it from BOUGH_API_KEY"
     )
 
 
 class WorkerKey:
-    """Keys in a file, one per line: the first is shown, all are accepted, so that each can be replaced."""
+    """Keys in a file, one per line: this process sends the first and accepts all, which allows replacing each."""
 
     def __init__(self, path: str) -> None:
         """Raises ConfigError for an unusable file."""
@@ -204,12 +204,12 @@ class WorkerKey:
         return credentials(self.file.value[0])
 
     def require(self, authorization: Iterable[str | bytes]) -> None:
-        """Raise Unauthenticated unless a call shows a key, from all values of its header."""
+        """Raise Unauthenticated unless a call has one of the keys, from all values of its header."""
         if not self.is_shown(authorization):
             raise refusal()
 
     def is_shown(self, authorization: Iterable[str | bytes]) -> bool:
-        """Whether a call shows one of the keys; in constant time."""
+        """Whether a call has one of the keys; in constant time."""
         shown, is_known = hash_of(key_in(authorization)), False
         for secret in self.file.value:
             is_known |= hmac.compare_digest(hash_of(secret), shown)
@@ -221,7 +221,7 @@ def read_secrets(where: str, text: str) -> tuple[str, ...]:
     secrets = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not secrets or min(map(len, secrets)) < LEAST_LENGTH:
         raise ConfigError(
-            f"{where}: must have a key a line, each of {LEAST_LENGTH} to {MAX_KEY_LENGTH} characters, such as "
+            f"{where}: must have one key per line, each of {LEAST_LENGTH} to {MAX_KEY_LENGTH} characters, such as "
             "`openssl rand -hex 32` makes"
         )
     return tuple(require_key(where, secret) for secret in secrets)

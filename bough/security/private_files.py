@@ -1,4 +1,4 @@
-"""Files with secrets: read only if closed to others, read again when they change, and written for their owner only."""
+"""Files with secrets: read only if closed to other users, reloaded when they change, written for their owner only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_file(setting: str, path: str, *, is_public: bool = False) -> str:
-    """Read a file that must be closed to others, unless it `is_public`, as a certificate is.
+    """Read a file that must be closed to other users, unless it `is_public`, such as a certificate.
 
     Raises:
         ConfigError: names the setting: the file is missing, not text, or open to others.
@@ -33,16 +33,16 @@ def read_file(setting: str, path: str, *, is_public: bool = False) -> str:
         with open(path, encoding="utf-8") as stream:
             mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
             if mode & FORBIDDEN and not is_public:
-                raise ConfigError(f"{setting}: {path} must be closed to others (chmod 600), got mode {mode:o}")
+                raise ConfigError(f"{setting}: {path} must be closed to other users (chmod 600), got mode {mode:o}")
             return stream.read()
     except OSError as exc:
-        raise ConfigError(f"{setting}: {path} must be a file that can be read, got: {exc.strerror}") from exc
+        raise ConfigError(f"{setting}: {path} must be a readable file, got: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{setting}: {path} must be text in UTF-8") from exc
 
 
 def write_private(setting: str, path: str, text: str) -> None:
-    """Replace a file atomically by one that only its owner can read; one that is there keeps its owner, group and mode.
+    """Replace a file atomically. An existing file's owner, group and mode stay; a new one is its owner's only.
 
     Raises:
         ConfigError: names the setting.
@@ -58,23 +58,23 @@ def write_private(setting: str, path: str, text: str) -> None:
         os.replace(draft, target)
     except OSError as exc:
         draft.unlink(missing_ok=True)
-        raise ConfigError(f"{setting}: {path} must be a file that can be written, got: {exc.strerror}") from exc
+        raise ConfigError(f"{setting}: {path} must be a writable file, got: {exc.strerror}") from exc
 
 
 def _keep_owner(descriptor: int, before: Path) -> None:
-    """Have a file's owner, group and mode for its successor, as a process that reads it is often another user's."""
+    """Give a new file the old one's owner, group and mode, as another user's process often reads it."""
     with suppress(FileNotFoundError):
         status = before.stat()
         try:
             os.fchown(descriptor, status.st_uid, status.st_gid)
         except PermissionError as exc:
             owner = f"user {status.st_uid}, group {status.st_gid}"
-            raise PermissionError(exc.errno, f"no right to keep its owner ({owner}), which root has") from exc
+            raise PermissionError(exc.errno, f"only root can keep its owner ({owner})") from exc
         os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~FORBIDDEN)
 
 
 class WatchedFiles(Generic[Value]):
-    """Value of several files together; the last usable one."""
+    """A value read from several files; the latest usable one."""
 
     def __init__(self, name: str, paths: Sequence[str], load: Callable[[], Value]) -> None:
         """`load` reads all files; `name` is used in logs.
@@ -83,12 +83,12 @@ class WatchedFiles(Generic[Value]):
             ConfigError: the files are not usable.
         """
         self._name, self._paths, self._load = name, tuple(paths), load
-        self._lock = threading.Lock()  # or the last to end, not the last to begin, would tell what is in the files
+        self._lock = threading.Lock()  # otherwise an older reload that ends last would set the value
         self._stamps = self._stamps_now()  # taken before reading, so that changes during reading are noticed
         self.value = load()
 
     def refresh(self, *, is_forced: bool = False) -> None:
-        """Reload changed files; if they are not usable, the previous value stays in force. Any thread."""
+        """Reload changed files; if they are not usable, the previous value stays in force. Thread-safe."""
         with self._lock:
             stamps = self._stamps_now()
             if stamps == self._stamps and not is_forced:
@@ -97,12 +97,12 @@ class WatchedFiles(Generic[Value]):
             try:
                 self.value = self._load()
             except ConfigError as exc:
-                logger.error("%s; what was read before stays in force", exc)
+                logger.error("%s; the previous contents stay in force", exc)
                 return
-            except Exception:  # later changes must still be noticed
-                logger.exception("%s cannot be read; what was read before stays in force", self._name)
+            except Exception:  # later changes must be found too
+                logger.exception("%s cannot be read; the previous contents stay in force", self._name)
                 return
-            logger.info("%s has been read again", self._name)
+            logger.info("%s has been reloaded", self._name)
 
     def watched(self) -> AbstractAsyncContextManager[None]:
         """Watch the files during the block."""
@@ -118,7 +118,7 @@ class WatchedFiles(Generic[Value]):
 
 
 class WatchedFile(WatchedFiles[Value]):
-    """Value of one file that is closed to others."""
+    """A value read from one file that is closed to other users."""
 
     def __init__(self, setting: str, path: str, read: Callable[[str, str], Value]) -> None:
         """`read` makes the value from the file's name and text.

@@ -1,6 +1,6 @@
 """TLS of a process, as server and client, with files that may change while it runs.
 
-New connections use the current files; open ones are not affected. Channels to orchestrators may be without TLS.
+New connections use the current files; open ones keep theirs. Channels to orchestrators may be without TLS.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from bough.security.private_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
 
-SOON_SECONDS = 14 * 24 * 3600.0  # a warning is logged if a certificate ends within these
+SOON_SECONDS = 14 * 24 * 3600.0  # a warning is logged if a certificate expires within these
 REMIND_SECONDS = 24 * 3600.0  # between two such warnings
 GRACE_SECONDS = 3600.0  # limit for calls that began before a certificate was changed
-CLOSING_SECONDS = 1.0  # limit for what ends with the last channel to a server
+CLOSING_SECONDS = 1.0  # limit for calls that end with the last channel to a server
 SCHEME = "grpcs://"
 HANDSHAKE_SECONDS = 10.0
 
@@ -47,13 +47,13 @@ HANDSHAKE_SECONDS = 10.0
 class Tls:
     """Certificates of one process, for gRPC and HTTP."""
 
-    def __init__(self, files: CertificateFiles, *, is_server: bool = False, is_told: bool = True) -> None:
-        """`is_told` logs a server's names and expiry. Raises ConfigError naming the setting of an unusable file."""
-        self.files, self._is_told = files, is_server and is_told
+    def __init__(self, files: CertificateFiles, *, is_server: bool = False, is_logged: bool = True) -> None:
+        """`is_logged` logs a server's names and expiry. Raises ConfigError naming the setting of an unusable file."""
+        self.files, self._is_logged = files, is_server and is_logged
         self._watched: WatchedFiles[Certificates] = WatchedFiles(
             f"TLS: {', '.join(files.paths)}",
             files.paths,
-            lambda: _loaded(files, is_server=is_server, is_told=self._is_told),
+            lambda: _loaded(files, is_server=is_server, is_logged=self._is_logged),
         )
 
     @property
@@ -73,7 +73,7 @@ class Tls:
 
     async def _remind(self) -> None:
         """Repeat the warning, also for certificates that were far from expiry when read."""
-        while self._is_told:
+        while self._is_logged:
             await asyncio.sleep(REMIND_SECONDS)
             if self.now.chain and _is_over_soon(self.now):
                 _tell(self.now)
@@ -103,14 +103,14 @@ class Tls:
 
 
 class CurrentContext:
-    """The `ssl.SSLContext` for the next connection, by the certificates of then."""
+    """The `ssl.SSLContext` for the next connection, with the certificates current at that time."""
 
     def __init__(self, tls: Tls, make: Callable[[CertificateFiles, Certificates], ssl.SSLContext]) -> None:
         self._tls, self._make, self._of = tls, make, tls.now
         self._context = make(tls.files, tls.now)
 
     def __call__(self) -> ssl.SSLContext:
-        """The context, remade if the certificates have changed."""
+        """The context, made again if the certificates have changed."""
         certificates = self._tls.now
         if self._of is not certificates:
             with suppress(ConfigError):  # files are in the middle of a change: retried at the next connection
@@ -126,7 +126,7 @@ def server_context(tls: Tls, clients: Callable[[Certificates], bytes]) -> Curren
         context.set_alpn_protocols(["http/1.1"])
         if known := clients(now):
             context.verify_mode = ssl.CERT_REQUIRED
-            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a single certificate may be known by itself
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a single certificate may be trusted by itself
             context.load_verify_locations(cadata=known.decode())
         return context
 
@@ -186,7 +186,7 @@ class PeerChannel:
         """Close all connections, including those with older certificates, and their calls."""
         ending = [asyncio.create_task(self._channel.close()), *self._older]
         for before in self._older.values():  # a second close would do nothing: its first one ends with its calls
-            for call in list(getattr(before, "_active_calls", ())):  # private: of another grpcio they may run on
+            for call in list(getattr(before, "_active_calls", ())):  # private API, which another grpcio may lack
                 call.cancel()
         _, late = await asyncio.wait(ending, timeout=CLOSING_SECONDS)
         await end(*late)
@@ -198,10 +198,10 @@ class PeerChannel:
         return open_channel(self.address, self._tls.channel_credentials(known))
 
 
-def _loaded(files: CertificateFiles, is_server: bool, is_told: bool) -> Certificates:
+def _loaded(files: CertificateFiles, is_server: bool, is_logged: bool) -> Certificates:
     """Read the files, and log names and expiry, which are not secret."""
     certificates = read_certificates(files, is_server=is_server)
-    if is_told and certificates.chain:
+    if is_logged and certificates.chain:
         _tell(certificates)
     return certificates
 
@@ -254,8 +254,8 @@ def environment_files() -> CertificateFiles:
 def add_certificates(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `files_from` reads."""
     texts = {
-        AUTHORITY: (AUTHORITY_VARIABLE, "PEM file of the authority of the server's certificate: TLS is spoken"),
-        CERT: (CERT_VARIABLE, "PEM file of a certificate to show, where one is asked for"),
+        AUTHORITY: (AUTHORITY_VARIABLE, "PEM file of the authority of the server's certificate; enables TLS"),
+        CERT: (CERT_VARIABLE, "PEM file of a certificate to present if the server requires one"),
         KEY: (TLS_KEY_VARIABLE, "PEM file of its key"),
     }
     for flag, (variable, text) in texts.items():
@@ -271,7 +271,7 @@ class Handshakes:
     """Creates protocols for connections that start with a TLS handshake, with the current certificate.
 
     asyncio's own server would allow a minute for each handshake, neither limit nor log them, and keep its first
-    certificate. They need a loop of asyncio's own: uvloop reads before it can be asked to wait for TLS.
+    certificate. They need asyncio's own event loop: uvloop reads before TLS can start.
     """
 
     def __init__(
@@ -281,23 +281,23 @@ class Handshakes:
         connections: set[Any],
         most: Callable[[], int],
     ) -> None:
-        """`connections` are all of the server's, handshakes included.
+        """`connections` has all of the server's, including handshakes.
 
-        Where there are more than `most`, the one that has been idle longest is closed.
+        If there are more than `most`, the one that has been idle longest is closed.
         """
         self.inner, self.contexts, self.connections, self._most = inner, contexts, connections, most
 
     def __call__(self, **settings: Any) -> asyncio.Protocol:
-        """Create the protocol of an accepted connection, called by its server."""
+        """Create the protocol of an accepted connection; called by the server."""
         return _Handshake(self, self.inner(**settings))
 
     def make_room(self) -> None:
         """Close a connection if there are too many."""
         if len(self.connections) <= self._most():
             return
-        logger.warning("%d connections are open, which is the limit: the one idle for longest is closed", self._most())
+        logger.warning("%d connections are open, the limit: closing the one that has been idle longest", self._most())
         if (longest := longest_idle(self.connections)) is not None:
-            self.connections.discard(longest)  # at once, so that it is not chosen again before it is lost
+            self.connections.discard(longest)  # immediately: it must not be chosen again before it is closed
             longest.abort()
 
 
@@ -311,10 +311,10 @@ class _Handshake(asyncio.Protocol):
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin the handshake, unless there are too many connections, and all others are busy."""
+        """Begin the handshake, unless there are too many connections and all others are busy."""
         transport.pause_reading()
         loop = asyncio.get_running_loop()
-        self.transport, self.idle_since = transport, loop.time()  # the server looks at it as it leaves
+        self.transport, self.idle_since = transport, loop.time()  # the server reads it when it stops
         self._task = loop.create_task(self._run())
         self._handshakes.connections.add(self)
         self._handshakes.make_room()
@@ -332,7 +332,7 @@ class _Handshake(asyncio.Protocol):
         self._early += data
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note that nobody is left to serve."""
+        """Record that there is no client left."""
         self._is_lost = True
 
     async def _run(self) -> None:
@@ -358,7 +358,7 @@ class _Handshake(asyncio.Protocol):
 def _reason(exc: OSError) -> str:
     """Description of the error, in terms of settings where possible."""
     if isinstance(exc, ssl.SSLError) and exc.reason == "HTTP_REQUEST":
-        return "it speaks plain HTTP, and https:// is served here"
+        return "it speaks plain HTTP, but this port serves https://"
     if isinstance(exc, ssl.SSLError) and exc.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return "it has no certificate, and --tls-client-ca asks for one"
+        return "it has no certificate, but --tls-client-ca requires one"
     return str(exc) or type(exc).__name__

@@ -1,4 +1,4 @@
-"""Metadata of gRPC calls, by which a request is one trace and has the same ids in all logs."""
+"""Metadata of gRPC calls that joins a request's parts: one trace, and the same ids in all logs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CallContextInterceptor(grpc.aio.ServerInterceptor):
 
 @contextmanager
 def serving_call(tracer: Tracer, method: str) -> Iterator[Span]:
-    """The span of a call that the running task answers; what threads record for it becomes child spans."""
+    """The span of the call that the running task answers; periods that threads record become child spans."""
     with tracer.serve(method, CALLER_TRACEPARENT.get()) as span:
         spans: list[FinishedSpan] | None = [] if span.is_recorded else None
         NOTED_SPANS.set(spans)

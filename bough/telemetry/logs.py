@@ -16,7 +16,7 @@ from bough.protocol.ids import ScopedId
 from bough.runtime.log_lines import LineFormatter, SparingFilter, cut
 
 QUIET = ("httpx", "numba", "asyncio")  # loggers of libraries that log only from WARNING on
-# Loggers to which connections come before anybody is asked for a key.
+# Loggers that clients reach before they are asked for a key.
 AT_THE_DOOR = ("uvicorn.error", "bough.security.tls", "bough.telemetry.metrics")
 
 
@@ -34,7 +34,7 @@ class LogContext(NamedTuple):
 
 
 NOTHING = LogContext()
-# Of the running task and tasks that it starts. A task works for one request and ends with it: it need not be undone.
+# Of the running task and the tasks that it starts. A task serves one request and ends with it: no reset is needed.
 LOG_CONTEXT: ContextVar[LogContext] = ContextVar("log_context", default=NOTHING)
 
 

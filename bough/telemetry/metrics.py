@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 16
 NUM_PENDING = 128  # connections that wait to be accepted
-MAX_SECONDS = 10.0  # after which a connection is closed, whatever it has sent
+MAX_SECONDS = 10.0  # after which a connection is closed
 
 
 class MetricsServer:
@@ -43,9 +43,9 @@ class MetricsServer:
         return int(self._server[0].server_port) if self._server else -1
 
     def serve(self, host: str, port: int, context: Callable[[], ssl.SSLContext] | None = None) -> None:
-        """Serve /metrics from a separate thread; port 0 takes a free one, -1 serves none.
+        """Serve /metrics from a separate thread; port 0 picks a free one, -1 serves none.
 
-        With `context`, which is called for each connection, only HTTPS is spoken.
+        With `context`, which is called for each connection, the server accepts only HTTPS.
 
         Raises:
             ConfigError: the port is in use.
@@ -74,13 +74,13 @@ class MetricsServer:
 
 
 def _bound(server: WSGIServer, context: Callable[[], ssl.SSLContext] | None) -> None:
-    """Bound the number of connections, each of which has a thread for its handshake and request, and their time.
+    """Limit the number of connections and their time, as each has a thread for its handshake and request.
 
-    For one too many the oldest is closed, so that whoever holds all places keeps nobody out.
+    At the limit the oldest one is closed, so no client can block the others by keeping connections open.
     """
     listener, lock = server.socket, Lock()
     listener.listen(NUM_PENDING)
-    ends: dict[socket.socket, float] = {}  # the time at which each open connection is closed, in their order
+    ends: dict[socket.socket, float] = {}  # when each open connection will be closed, oldest first
 
     def accept() -> tuple[socket.socket, Any]:
         connection, peer = listener.accept()
@@ -98,7 +98,7 @@ def _bound(server: WSGIServer, context: Callable[[], ssl.SSLContext] | None) -> 
                 oldest = next(iter(ends))
                 del ends[oldest]
                 with suppress(OSError):  # the peer has left
-                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)  # wakes its thread, also within TLS
+                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)  # wakes its thread, even during TLS
 
     def close(connection: Any) -> None:
         with lock:
@@ -136,7 +136,7 @@ def metrics_note(address: str) -> tuple[str, ...]:
 
 
 def labelled(name: str, labels: Mapping[str, str]) -> dict[str, str]:
-    """Labels of a metric: those of vLLM's metrics include the engine, of which a process of bough has one."""
+    """Labels of a metric. vLLM's metrics have the engine as a label; a process of bough has one engine."""
     return {**labels, "engine": "0"} if name.startswith("vllm:") else dict(labels)
 
 

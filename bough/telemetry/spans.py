@@ -1,4 +1,4 @@
-"""What threads record of a traced request: periods of their work, from which the code that waits creates spans."""
+"""Periods of work that threads record for a traced request; the code that waits for them creates spans from these."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tracing by OpenTelemetry, whose API does nothing without its SDK; the only file that uses it.
 
-Spans are held by the objects of a request and not by OpenTelemetry's context, because the generators that a request
-runs through are asked by one task after another.
+The objects of a request keep its spans. OpenTelemetry's context cannot, because different tasks advance the generators
+of one request.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bough.telemetry.spans import NO_ATTRIBUTES, TRACEPARENT, Attributes, Finish
 
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_PROTOCOL"
 EXPORT_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # failed calls to the collector
-FLUSH_SECONDS = 2.0  # for which the end of a process waits for the last export
+FLUSH_SECONDS = 2.0  # that the end of a process waits for the last export
 PROPAGATOR = TraceContextTextMapPropagator()
-GONE = (GeneratorExit, asyncio.CancelledError)  # raised in a block whose result nobody waits for
+GONE = (GeneratorExit, asyncio.CancelledError)  # raised in a block whose caller has left
 
 
 class Span:
@@ -73,7 +73,7 @@ class Span:
         self._span.set_attributes(attributes)
 
     def event(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> None:
-        """Record an event within the span."""
+        """Record an event in the span."""
         self._span.add_event(name, attributes, self._now_ns())
 
     def add(self, spans: Sequence[FinishedSpan]) -> None:
@@ -131,15 +131,15 @@ class Tracer:
 
 NO_TRACER = Tracer(trace.NoOpTracer())
 NO_SPAN = Span(trace.NoOpTracer(), trace.INVALID_SPAN, 0)
-CURRENT_SPAN: ContextVar[Span] = ContextVar("span", default=NO_SPAN)  # of the request that the running task works for
+CURRENT_SPAN: ContextVar[Span] = ContextVar("span", default=NO_SPAN)  # of the running task's request
 
 
 @asynccontextmanager
 async def tracing(config: ServiceConfig, kind: str, process_id: str, sample: float = 0.0) -> AsyncIterator[Tracer]:
     """The tracer of a process during the block; it records nothing unless an endpoint is configured.
 
-    `sample` is the share of requests traced, among those whose callers have not decided. Spans are exported in batches
-    by a thread. Without a collector they are lost, and a log line appears at times.
+    `sample` is the share of requests to trace if the caller has not decided. A thread exports spans in batches.
+    Without a collector they are lost, and a warning is logged from time to time.
 
     Raises:
         ConfigError: tracing is configured but its packages are not installed, or OpenTelemetry's environment variables

@@ -238,7 +238,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=f"^{path}: {text}"):
             load(path)
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: must be a file that can be read, got: No such file"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: must be a readable file, got: No such file"):
         load(tmp_path / "nowhere.yaml")
 
 

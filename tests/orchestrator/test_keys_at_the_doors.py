@@ -106,7 +106,7 @@ async def test_nothing_over_grpc_is_answered_without_a_key(door: Guarded, key: s
             client.server_info, client.loads, client.acceptance, client.decisions,
         ]  # fmt: skip
         for call in calls:
-            with pytest.raises(Unauthenticated, match="authorization: must be Bearer and a key that is valid here"):
+            with pytest.raises(Unauthenticated, match="authorization: must be Bearer and a valid key"):
                 await call()
     async with open_channel(door.address) as channel:
         for method in ("/bough.v1.Generation/NoSuch", "/nothing", "/bough.v1.Generation/Generate"):
@@ -348,7 +348,7 @@ async def test_sighup_has_the_keys_read_again_and_ends_nothing(tmp_path: Path) -
                     assert told, "it ended"
                 file.write_text(json.dumps(line("alice", ALICE)) + "\n")
                 os.kill(process.pid, signal.SIGHUP)
-                while b"has been read again" not in (told := await process.stderr.readline()):
+                while b"has been reloaded" not in (told := await process.stderr.readline()):
                     assert told, "it ended"
             assert process.returncode is None
         finally:

@@ -35,13 +35,13 @@ async def test_a_password_is_read_from_its_file_for_each_connection(tmp_path: Pa
             await registry.ping()
             file.unlink()
             await redis.connection_pool.disconnect()
-            with pytest.raises(Unavailable, match=rf"index_url: password_file: {file} must be a file that can be read"):
+            with pytest.raises(Unavailable, match=rf"index_url: password_file: {file} must be a readable file"):
                 await registry.ping()
 
 
 @pytest.mark.parametrize(
     ("lines", "mode", "text"),
-    [((), 0o600, "must have the password in its first line"), (("secret",), 0o644, "must be closed to others")],
+    [((), 0o600, "must have the password in its first line"), (("secret",), 0o644, "must be closed to other users")],
 )
 def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, lines: tuple[str, ...], mode: int, text: str) -> None:
     file = written(tmp_path / "password", *lines)

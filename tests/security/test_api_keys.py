@@ -67,7 +67,7 @@ def test_a_file_whose_owner_cannot_be_kept_is_not_changed(
     monkeypatch.setattr(os, "fchown", refuse)
     with pytest.raises(SystemExit, match="2"):
         main(["keys", "add", "bob", "--file", str(file)])
-    assert "must be a file that can be written, got: no right to keep its owner (user " in capsys.readouterr().err
+    assert "must be a writable file, got: only root can keep its owner (user " in capsys.readouterr().err
     assert (file.read_text(), os.listdir(tmp_path)) == (before, ["keys"])
 
 
@@ -139,7 +139,7 @@ def test_a_line_that_is_none_is_named_and_no_key_in_it_is_told(tmp_path: Path, l
 
 @pytest.mark.parametrize("mode", [0o602, 0o604, 0o620, 0o666])
 def test_a_file_that_is_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(ConfigError, match=r"closed to others \(chmod 600\)"):
+    with pytest.raises(ConfigError, match=r"closed to other users \(chmod 600\)"):
         Keyring(str(written(tmp_path / "keys", LINE, mode=mode)))
     Keyring(str(written(tmp_path / "keys", LINE, mode=0o640)))  # as Kubernetes mounts it for a group
 

@@ -46,19 +46,19 @@ def test_names_and_the_end_of_a_certificate_are_known(files: CertificateFiles) -
 
 
 def test_a_file_that_is_not_there_is_named_by_its_setting(files: CertificateFiles) -> None:
-    assert refusal(replace(files, cert="none")) == "--tls-cert: none must be a file that can be read, got: " + (
+    assert refusal(replace(files, cert="none")) == "--tls-cert: none must be a readable file, got: " + (
         "No such file or directory"
     )
-    assert refusal(replace(files, key="none")).startswith("--tls-key: none must be a file that can be read")
-    assert refusal(replace(files, authority="none")).startswith("--tls-ca: none must be a file that can be read")
-    assert refusal(replace(files, client_authority="none")).startswith("--tls-client-ca: none must be a file")
+    assert refusal(replace(files, key="none")).startswith("--tls-key: none must be a readable file")
+    assert refusal(replace(files, authority="none")).startswith("--tls-ca: none must be a readable file")
+    assert refusal(replace(files, client_authority="none")).startswith("--tls-client-ca: none must be a readable file")
     assert refusal(replace(files, key="")) == "--tls-key: missing; must be given where --tls-cert is"
     assert refusal(replace(files, cert="")) == "--tls-cert: missing; must be given where --tls-key is"
 
 
 def test_a_key_that_others_can_read_is_refused(files: CertificateFiles) -> None:
     Path(files.key).chmod(0o644)
-    assert refusal(files) == f"--tls-key: {files.key} must be closed to others (chmod 600), got mode 644"
+    assert refusal(files) == f"--tls-key: {files.key} must be closed to other users (chmod 600), got mode 644"
 
 
 def test_what_is_no_certificate_is_refused(files: CertificateFiles, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_files_are_read_again_and_a_mistake_leaves_the_old_ones_in_force(
     with caplog.at_level(logging.INFO):
         tls.refresh()
     assert tls.now is before
-    assert "what was read before stays in force" in caplog.text
+    assert "the previous contents stay in force" in caplog.text
     AUTHORITY.pair("process", days=3.0).write(tmp_path, "process")
     with caplog.at_level(logging.INFO):
         tls.refresh()

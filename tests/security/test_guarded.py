@@ -42,7 +42,7 @@ def test_without_keys_a_process_is_for_its_own_machine(kind: Config) -> None:
         with pytest.raises(ConfigError) as refused:
             require(kind, "--host", host)
         assert str(refused.value).startswith(told)
-        assert "--insecure lets in whoever does" in str(refused.value)
+        assert "--insecure admits everyone who reaches it" in str(refused.value)
 
 
 @pytest.mark.parametrize("guard", ["--keys", "--tls-client-ca"])
@@ -74,9 +74,9 @@ def test_figures_of_a_guarded_process_are_for_its_own_machine(kind: Config, guar
 def test_what_crosses_the_network_in_the_open_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         require(OrchestratorConfig, "--insecure", "--host", "0.0.0.0")
-        assert "--insecure: whoever reaches 0.0.0.0 is let in" in caplog.text
+        assert "--insecure: everyone who reaches 0.0.0.0 is admitted" in caplog.text
         require(OrchestratorConfig, "--keys", "file", "--host", "0.0.0.0")
-        assert "without --tls-cert keys and texts cross the network to 0.0.0.0 as they are" in caplog.text
+        assert "without --tls-cert keys and texts cross the network to 0.0.0.0 unencrypted" in caplog.text
         caplog.clear()
         require(OrchestratorConfig, "--keys", "file", "--tls-cert", "file", "--host", "0.0.0.0")
         assert caplog.text == ""

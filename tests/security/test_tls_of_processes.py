@@ -128,7 +128,7 @@ async def test_a_worker_answers_only_certificates_of_the_names_that_are_allowed(
         if is_allowed:
             assert (await worker.info()).kind == kind
         else:
-            with pytest.raises(Unauthenticated, match=r"the certificate must be of 127\.0\.0\.2 or process"):
+            with pytest.raises(Unauthenticated, match=r"the certificate must name 127\.0\.0\.2 or process"):
                 await worker.info()
             async with open_channel(address, Tls(files).channel_credentials()) as channel:
                 for method in ("Verify", "Grow", "Release", "GetTokenizer"):
@@ -163,7 +163,7 @@ async def test_certificates_of_all_processes_change_under_a_running_stream(bough
     assert tokens == text_of(pair_of(bough.folder), 7, begin, 500)
     assert before == after == tokens[:24]
     assert num_running == 1, "the stream was not over before the certificates were changed"
-    assert "stays in force" not in bough.cluster.children["orchestrator"].log.read_text()
+    assert "previous contents stay in force" not in bough.cluster.children["orchestrator"].log.read_text()
 
 
 async def served_everywhere(bough: Bough, pair: Pair) -> None:

@@ -152,11 +152,11 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
     is_here = not is_gpu or has_gpu()
     compute_with(settings.threads)
     rows = (settings.rows, COMPARED_ROWS if settings.rows != COMPARED_ROWS else CPU_ROWS)
-    compute = _given("--compute-speed", settings.compute_speed, TERA)
-    host_link = _given("--host-link-speed", settings.host_link_speed, GIGA) if is_gpu else None
-    memory = _given("--memory-speed", settings.memory_speed, GIGA)
-    unpack = _given("--unpack-speed", settings.unpack_speed, GIGA) if shapes.packed else None
-    disk = _given("--link-speed", settings.link_speed, GIGA)
+    compute = _from_flag("--compute-speed", settings.compute_speed, TERA)
+    host_link = _from_flag("--host-link-speed", settings.host_link_speed, GIGA) if is_gpu else None
+    memory = _from_flag("--memory-speed", settings.memory_speed, GIGA)
+    unpack = _from_flag("--unpack-speed", settings.unpack_speed, GIGA) if shapes.packed else None
+    disk = _from_flag("--link-speed", settings.link_speed, GIGA)
     if is_here:
         product = product_of(shapes.rows, backend_of(device))
         compute = compute or matrix_speed(shapes.matrices, rows, dtype, device, product)
@@ -178,8 +178,8 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
 
 def _crossing_speed(settings: PlanConfig, host_link: Speed | None) -> Speed | None:
     """Speed between two GPUs: given, or measured if there are two, or that of copies through the host's memory."""
-    if told := _given("--crossing-speed", settings.crossing_speed, GIGA):
-        return told
+    if speed := _from_flag("--crossing-speed", settings.crossing_speed, GIGA):
+        return speed
     if num_gpus() > 1:
         return crossing_speed("cuda:0", settings.resident_devices[0][0])
     if host_link is None:
@@ -190,7 +190,7 @@ def _crossing_speed(settings: PlanConfig, host_link: Speed | None) -> Speed | No
     )
 
 
-def _given(flag: str, value: float, unit: float) -> Speed | None:
+def _from_flag(flag: str, value: float, unit: float) -> Speed | None:
     return Speed(value * unit, f"set by {flag}") if value else None
 
 
@@ -216,7 +216,7 @@ def _draft_unpack_speed(settings: PlanConfig, shapes: ModelShapes, speeds: Speed
         raise ConfigError(f"--draft-bits: must be auto or 16, got 4: {why}")
     if has_gpu() and not settings.unpack_speed:
         return unpack_speed(shapes.packed, DTYPES[settings.dtype], find_device(is_gpu)).per_second
-    told = speeds.unpack or _given("--unpack-speed", settings.unpack_speed, GIGA)
-    if told is None:
+    speed = speeds.unpack or _from_flag("--unpack-speed", settings.unpack_speed, GIGA)
+    if speed is None:
         raise ConfigError("--unpack-speed: must be given in GB/s for a packed draft")
-    return told.per_second
+    return speed.per_second

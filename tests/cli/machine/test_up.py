@@ -169,7 +169,7 @@ async def test_files_that_cannot_be_used_are_named_before_anything_starts(
     nowhere = str(tmp_path / "nowhere")
     with monkeypatch.context() as changed:
         changed.setenv("BOUGH_ORCHESTRATOR_KEYS", nowhere)
-        problem = f"--keys (BOUGH_ORCHESTRATOR_KEYS): {nowhere} must be a file that can be read, got: No such file"
+        problem = f"--keys (BOUGH_ORCHESTRATOR_KEYS): {nowhere} must be a readable file, got: No such file"
         assert (await refusal(*flags)).startswith(problem)
         (tmp_path / "nowhere").write_text("no key\n")
         (tmp_path / "nowhere").chmod(0o600)
