@@ -3,10 +3,9 @@
     python -m loadtest.acceptance
 
 Draft and target run in this process. The target is the unexpanded demonstration model, which has the expanded one's
-text. The draft worker's code grows trees for all prompts in step, and the target worker's code verifies them, but
-logits are computed only for nodes on the walk through a tree. Tokens per round are therefore those of the pipeline,
-without the cost of its sweeps. Drafts learn their calibration as in service; SpecExec's takes its probabilities as
-they are, as in the paper. Ends with one JSON line:
+text. The workers' own code grows and verifies trees for all prompts in step, but computes logits only for nodes on the
+walk through a tree, so sweeps cost nothing. Drafts learn their calibration as in service; SpecExec's takes its
+probabilities as they are, as in the paper. Ends with one JSON line:
 
 tokens_per_round   by temperature, contestant and nodes: [mean over prompts, half the width of its 95 % confidence
                    interval (bootstrap over prompts)]

@@ -5,14 +5,13 @@
     python -m loadtest.capacity --sessions ROUNDS.json
 
 For papers, seconds per round follow from the link (bytes / bandwidth, from their plain decoding), the draft's steps and
-the tree's size. Tokens per round follow from Sequoia's published acceptance vector, which was measured on other texts
-(CNN/DailyMail) than the tables (MT-Bench, OAsst) and for static trees; SpecExec grows its trees without one.
+the tree's size. Tokens per round follow from Sequoia's published acceptance vector, measured on other texts than the
+tables (CNN/DailyMail, not MT-Bench or OAsst) and for static trees.
 
-Sessions that ran alone give the machine's figures (link, computing by rows, draft steps, network) and how easy each
-prompt is to guess. Predictions for concurrent sessions use only their prompts and how much of these was cached.
-Ends with one JSON line: `papers` (errors of seconds per round, and of seconds per token by the published vector), and
-with --sessions `sessions` by number of sessions, where `is_within` means 10 % for tokens per second and 20 % for the
-95th percentile of whole answers.
+Sessions that ran alone give the machine's figures and how easy each prompt is to guess. Predictions for concurrent
+sessions use only their prompts and how much of these was cached. Ends with one JSON line: `papers` (errors of seconds
+per round, and of seconds per token by the vector), and with --sessions `sessions` by number of sessions, where
+`is_within` means 10 % for tokens per second and 20 % for the 95th percentile of whole answers.
 """
 
 from __future__ import annotations

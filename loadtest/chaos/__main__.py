@@ -2,11 +2,11 @@
 
     python -m loadtest.chaos --faults 100
 
-An index, two targets, two drafts and two orchestrators serve a random model of four layers, all behind proxies. First
-every request is answered without faults. Then streams run while faults are injected one after another: processes are
-killed and restarted or suspended, the index is emptied, connections are cut, stalled and swallowed, and calls are
-delayed, refused, answered without a reply, and sent twice. Ends with one JSON line. The exit status is 1 if a token was
-lost or repeated, or a stream differed from the undisturbed one, hung, or ended without a proper status.
+An index, two targets, two drafts and two orchestrators serve a random model of four layers, all behind proxies. While
+streams run, processes are killed and restarted or suspended, the index is emptied, connections are cut, stalled and
+swallowed, and calls are delayed, refused, answered without a reply, and sent twice. Ends with one JSON line. The exit
+status is 1 if a token was lost or repeated, or a stream differed from the undisturbed one, hung, or ended without a
+proper status.
 """
 
 from __future__ import annotations

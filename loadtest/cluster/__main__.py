@@ -4,12 +4,11 @@
     python -m loadtest.cluster --steps redeployed index_moved head_killed
 
 Three hosts (network namespaces; needs root) run simulated workers: draft workers and an orchestrator on one, the target
-on another, and the index, another orchestrator and Ray's head on a third. First every request is answered without
-disturbance. Then streams run while the target's host and the draft's are cut off and come back, the target's replica
-is killed, draft workers are scaled up and down by load, and all programs are redeployed with other settings. The index
-moves to another host, where all processes must find it. At last every process on the head's host is killed, while
-streams use the remaining orchestrator. Ends with one JSON line. The exit status is 1 if a replica was misplaced or
-replaced without need, or a stream failed, hung, or differed from the undisturbed one.
+on another, and the index, another orchestrator and Ray's head on a third. While streams run, the target's host and the
+draft's are cut off and come back, the target's replica is killed, draft workers are scaled by load, and all programs
+are redeployed with other settings. The index moves to another host. At last every process on the head's host is killed,
+while streams use the remaining orchestrator. Ends with one JSON line. The exit status is 1 if a replica was misplaced
+or replaced without need, or a stream failed, hung, or differed from the undisturbed one.
 """
 
 from __future__ import annotations

@@ -2,17 +2,16 @@
 
     python -m loadtest.gpu [--layers 80] [--device-memory 24GB] [--report FILE]
 
-A random Llama with a 70B's shape streams from pinned memory, in 4 and in 16 bits. A small model is compared with plain
+A random Llama with a 70B's shape streams from pinned memory, in 4 and in 16 bits. Small models are compared with plain
 decoding bit for bit, and a mixture that reads experts on demand with one that reads whole layers. Drafts with the
 shapes of a 1B and an 8B are timed. Layers and a draft run on a second GPU, if there is one. The trees that the
 orchestrator's sizer chooses for published acceptance are swept, and the demonstration runs with all its processes.
 
 The check installs nothing. It needs what a target worker and `bough plan` need, with torch for CUDA and a C compiler,
-and takes most of the free host memory. It ends within `--seconds`, with tables and one JSON line. Each part has a time
-limit; a part that fails, hangs or ends its process is listed under `failed`, next to its partial results and those of
-the others. The most informative parts come first. A part's figures are printed as JSON when it ends, and `--report` is
-rewritten whenever there are more, so a run that is cut off leaves them. The exit status is 2 without a GPU, and 1 if a
-check failed. `--dry-run-on-cpu` does everything in miniature on the CPU to test the check; its figures mean nothing.
+and takes most of the free host memory. It ends within `--seconds`, with tables and one JSON line. A part that fails,
+hangs or ends its process is listed under `failed`; its partial results and the other parts' are kept. The most
+informative parts come first. `--report` is rewritten whenever there are more figures. The exit status is 2 without a
+GPU, and 1 if a check failed. `--dry-run-on-cpu` tests the check itself in miniature; its figures mean nothing.
 """
 
 from __future__ import annotations

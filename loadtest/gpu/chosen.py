@@ -1,10 +1,9 @@
 """Sweeps the trees that an orchestrator would send on this machine, for published acceptance; part of `loadtest.gpu`.
 
-The sizer is the orchestrator's, with its defaults. It learns from the rounds of one long text in simulated time
-(`simulator.world`). The simulated target takes the seconds of sweeps measured here, the draft those of a step timed
-here. Guesses are accepted like those of Llama-3-70B-Instruct's 8B draft (Sequoia, arXiv 2402.12374, appendix E),
-equally at all positions. Then a tree of the size that the sizer chose is swept. Seconds per token are calculated from
-that sweep and from the time and the tokens of the text's later rounds.
+The sizer is the orchestrator's, with its defaults. It learns from one long text in simulated time (`simulator.world`),
+with the seconds of sweeps and of a draft step measured here, and the acceptance of Llama-3-70B-Instruct's 8B draft
+(Sequoia, arXiv 2402.12374, appendix E), equal at all positions. Then a tree of the size that the sizer chose is swept.
+Seconds per token follow from that sweep and from the text's later rounds.
 """
 
 from __future__ import annotations

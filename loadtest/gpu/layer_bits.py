@@ -1,10 +1,9 @@
 """Checks that a row of a large layer has the same bits at any place in a batch; part of `loadtest.gpu`.
 
-A library chooses its kernel by the shapes and the layout of a product, and all products of a sweep have the same number
-of rows. So a row's result should not depend on its place or its neighbours. A product whose sums are divided among
-processors (split-K, stream-K) could round differently by place; torch's setting against that is tried, and its cost.
-Other row counts are reported for comparison. Weights are laid out as in a sweep: by rows, or by columns as unpacked
-AWQ and GPTQ are. A bias is tried too, because libraries then use other kernels.
+All products of a sweep have the same number of rows, so a row's result should not depend on its place or neighbours. A
+library could divide sums among processors (split-K, stream-K) and round differently by place; torch's setting against
+that is tried, with its cost. Other row counts are reported for comparison. Weights lie by rows, or by columns as
+unpacked AWQ and GPTQ do, with and without a bias, for which libraries use different kernels.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@
     python -m loadtest.locust --address HOST:7411 --http http://HOST:8000 --users 32 --doors grpc http
 
 Without --address, it starts its own bough: the demonstration models, or simulated workers with --simulate. The load is
-a closed loop of --users who wait for their answers, an open loop of requests at --rate, or a growing number of users.
-With --step-users, users are added until the time to the first token is --bend times its first value, or a request is
-refused. Some users hold conversations. If the orchestrator requires API keys, put one into BOUGH_API_KEY.
-The test writes locust's HTML report and ends with one JSON line, with figures for each API and for all requests:
+a closed loop of --users, some of whom hold conversations, or an open loop of requests at --rate. With --step-users,
+users are added until the time to the first token is --bend times its first value, or a request is refused. Put an API
+key, if one is required, into BOUGH_API_KEY. Ends with one JSON line, with figures for each API and for all requests:
 
 first_token_seconds   TTFT: exact percentiles over finished requests
 token_seconds         TPOT: (last event - first) / tokens after those of the first event. Tokens arrive in bursts;

@@ -6,11 +6,10 @@
 
 llama.cpp (package `xllamacpp`) has the demonstration target as GGUF: plain, with the substitute draft, and plain in 4
 bits. bough is `bough up` with its defaults and KV for one session, plain and with speculation. All sides have equal
-threads and context, and generate equally many tokens greedily. There are two regimes: `limited` gives all processes of
-a side the same memory, page cache included, by control groups (root); `resident` has no limit, and bough keeps every
-layer. llama.cpp restarts for every prompt; if memory is limited, its files are first dropped from the page cache. Half
-of the prompts choose the draft length; on the others all sides take turns in random order. bough has part of a prompt
-cached when it answers it again, which affects `overall` only.
+threads, context and output lengths, and decode greedily. There are two regimes: `limited` gives all processes of a side
+the same memory, page cache included, by control groups (root); `resident` has no limit. llama.cpp restarts for every
+prompt, with its files dropped from the page cache if memory is limited. Half of the prompts choose the draft length; on
+the others all sides take turns in random order. bough has part of a repeated prompt cached, which affects `overall`.
 
 Ends with one JSON line. By regime:
 

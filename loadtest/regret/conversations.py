@@ -1,8 +1,8 @@
 """Measures the time to the first token of conversations that are sent whole, with and without a session name.
 
-An orchestrator, an index and simulated workers run as processes. Each turn sends the whole history, as OpenAI's clients
-do; the target has it cached. Requests with a session name, requests without one, and plain decoding take turns at the
-same conversations. Each has its own `cache_salt`, so they share no cached prompts. Seconds are the profile's.
+An index, an orchestrator and simulated workers run as processes. Each turn sends the whole history, which the target
+has cached. Requests with a session name, without one, and plain decoding take turns at the same conversations. Each has
+its own `cache_salt`, so they share no cached prompts. Seconds are the profile's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Measures one regime with real models: contestants take turns prompt by prompt. Prints one JSON line.
 
-The sizer's orchestrator serves only self-sized rounds; fixed sizes and plain decoding go through a second orchestrator
-with the same workers. Contestants are compared by seconds per token after the first round of each answer, because the
-first round also reads the prompt and prompts that were read before are cached. Plain decoding takes equally long for
-every token, so fewer of its tokens are timed.
+The sizer's orchestrator serves only self-sized rounds; a second one with the same workers serves fixed sizes and plain
+decoding. Seconds per token are compared without the first round of each answer, which also reads the prompt. Plain
+decoding takes equally long for every token, so fewer of its tokens are timed.
 """
 
 from __future__ import annotations

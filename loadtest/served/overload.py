@@ -1,9 +1,8 @@
 """Measures overload: the peak of goodput under an objective, then five times the peak's requests, and refusals.
 
-Request rates climb until goodput stops rising. Each rate lasts equally long and is scored alike: by tokens of requests
-that met `OBJECTIVE` and ended after `FILL_SECONDS`, when the queue is as full as the rate makes it. The peak is the
-highest goodput of the climb. It is measured again after the overload, because the machine may have changed. Requests
-are sent over both APIs without waiting for answers; the figures report how late this process sent them.
+Request rates climb until goodput stops rising. Each rate is scored by tokens of requests that met `OBJECTIVE` and ended
+after `FILL_SECONDS`, when the queue has filled. The peak is measured again after the overload, because the machine may
+have changed. Requests are sent without waiting for answers; the figures report how late this process sent them.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     python -m loadtest.sweep.same_bits --commit COMMIT [--cases llama bfloat16,mixtral float32]
 
 Small random models of several families and types, some of them packed, run whole sweeps: two sessions' trees, then
-what follows a committed path. All logits of that commit are compared with those of this one. Bits depend on the
-processor, so no stored result could be compared with. Takes minutes, mostly to compile that commit's kernels. Ends with
-one JSON line; the exit status is 1 if any logits differ.
+what follows a committed path. All logits of that commit are compared with those of this one, as bits depend on the
+processor. Takes minutes to compile that commit's kernels. Ends with one JSON line; exit status 1 if any logits differ.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ There is a file a subject, and each run has what it takes to repeat it:
     {"title": "...", "text": ["a paragraph", ...], "runs": [RUN, ...]}
 
 A RUN has `command`, `machine`, `date`, `commit` (of the code that ran; where that was not kept, the one that recorded
-the figures, and its date), and its figures in one of two ways: `line`, the benchmark's own JSON line, where this module
-knows how to show it; or `table`, with `columns` and `rows` of text. `note` is a paragraph below.
+the figures, and its date), and `table`, with `columns` and `rows` of text. `note` is a paragraph below.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 TEXTS = ("command", "machine", "date", "commit")
-RUN_KEYS = {*TEXTS, "line", "table", "note"}
+RUN_KEYS = {*TEXTS, "table", "note"}
 SUBJECT_KEYS = {"title", "text", "runs"}
 
 
@@ -36,15 +35,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a benchmark; its figures are either a JSON line or a table."""
+    """One run of a benchmark."""
 
     command: str
     machine: str
     date: str
     commit: str
     note: str
-    line: Mapping[str, Any] | None
-    table: Table | None
+    table: Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +78,8 @@ def _run(found: Mapping[str, Any], where: str) -> Run:
         date.fromisoformat(day)
     except ValueError:
         raise ValueError(f"{where}.date must be a date such as 2026-11-26, got {day!r}") from None
-    if ("line" in found) == ("table" in found):
-        raise ValueError(f"{where} must have either line or table, got {sorted(found)}")
-    table = _table(found["table"], f"{where}.table") if "table" in found else None
-    return Run(command, machine, day, commit, found.get("note", ""), found.get("line"), table)
+    table = _table(found.get("table", {}), f"{where}.table")
+    return Run(command, machine, day, commit, found.get("note", ""), table)
 
 
 def _table(found: Mapping[str, Any], where: str) -> Table:
@@ -118,15 +114,6 @@ INTRODUCTION = (
     "[docs/benchmarks](benchmarks)."
 )
 WIDTH = 130
-REGRET_COLUMNS = (
-    "regime",
-    "self-sized / best fixed (95 %)",
-    "plain",
-    "best fixed",
-    "self-sized",
-    "self-sized / plain (95 %)",
-    "nodes",
-)
 
 
 def markdown(subjects: Iterable[Subject]) -> str:
@@ -139,7 +126,7 @@ def _section(subject: Subject) -> str:
     for run in subject.runs:
         commit = "commit" if " " not in run.commit else "commits"
         parts.append(f"`{run.command}`  \n{run.machine}; {run.date}, {commit} {run.commit}:")
-        parts.append(_rows(run.table or _of_line(run)))
+        parts.append(_rows(run.table))
         if run.note:
             parts.append(_wrapped(run.note))
     return "\n\n".join(parts)
@@ -150,37 +137,6 @@ def _rows(table: Table) -> str:
     return (
         "\n".join("| " + " | ".join(cells) + " |" for cells in lines).replace("| --- ", "|---").replace("--- |", "---|")
     )
-
-
-def _of_line(run: Run) -> Table:
-    """The table for a benchmark's JSON line."""
-    line = run.line or {}
-    if "real" in line:
-        return _regret(line["real"]["details"])
-    raise ValueError(f"line of {run.command!r} must be of loadtest.regret --only real, got fields {sorted(line)}")
-
-
-def _regret(details: Mapping[str, Mapping[str, Any]]) -> Table:
-    return Table(REGRET_COLUMNS, [_regret_row(regime, found) for regime, found in details.items()])
-
-
-def _regret_row(regime: str, found: Mapping[str, Any]) -> Sequence[str]:
-    fixed: Mapping[str, float] = found["fixed_tokens_per_second"]
-    best = max(fixed, key=lambda size: fixed[size])
-    return [
-        regime,
-        _with_interval(found["ratio"], found["interval"]),
-        f"{found['plain_tokens_per_second']:.3g}",
-        f"{fixed[best]:.3g} ({best.partition(',')[0]})",
-        f"{found['self_tokens_per_second']:.3g}",
-        _with_interval(found["plain_ratio"], found["plain_interval"]),
-        f"{found['nodes']:g}",
-    ]
-
-
-def _with_interval(ratio: float, interval: Sequence[float]) -> str:
-    low, high = interval
-    return f"{ratio:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _wrapped(paragraph: str) -> str:

@@ -41,32 +41,18 @@ def test_a_table_stands_below_its_command_machine_date_and_commit(tmp_path: Path
     )
 
 
-def test_a_regret_run_is_shown_from_its_own_json_line(tmp_path: Path) -> None:
-    details = {
-        "throttled": {
-            **{"ratio": 1.029, "interval": [0.757, 1.502], "plain_ratio": 5.18, "plain_interval": [4.389, 6.024]},
-            **{"self_tokens_per_second": 1.215, "plain_tokens_per_second": 0.235, "nodes": 512, "most_nodes": 512},
-            **{"fixed_tokens_per_second": {"8 nodes, depth 5": 0.722, "256 nodes, depth 14": 1.256}},
-        }
-    }
-    row = "| throttled | 1.03 (0.76 to 1.50) | 0.235 | 1.26 (256 nodes) | 1.22 | 5.18 (4.39 to 6.02) | 512 |"
-    assert row in page(tmp_path, table=None, line={"real": {"details": details}})
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"machine": None}, r"sweeps.json: runs\[0\].machine must be a text, got None"),
         ({"date": "yesterday"}, r"runs\[0\].date must be a date such as 2026-11-26, got 'yesterday'"),
         ({"speed": 3}, r"runs\[0\] must have no fields but .*, got \['speed'\]"),
-        ({"table": None}, r"runs\[0\] must have either line or table, got"),
-        ({"line": {}}, r"runs\[0\] must have either line or table, got"),
+        ({"table": None}, r"runs\[0\].table must have columns and rows, got \[\]"),
         (
             {"table": {"columns": ["a", "b"], "rows": [["1"]]}},
             r"runs\[0\].table.rows\[0\] must have 2 cells, got 1",
         ),
         ({"table": {"rows": []}}, r"runs\[0\].table must have columns and rows, got \['rows'\]"),
-        ({"table": None, "line": {"sweep_ratio": {}}}, r"must be of loadtest.regret --only real, got .*sweep_ratio"),
     ],
 )
 def test_what_a_run_lacks_is_named(tmp_path: Path, changed: dict[str, object], message: str) -> None:
