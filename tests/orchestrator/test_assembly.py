@@ -1,4 +1,4 @@
-"""An orchestrator inside another program: it is told when to end, and serves callers that do not speak gRPC."""
+"""An orchestrator inside another program: a stop event ends it, and it serves callers without gRPC."""
 
 from __future__ import annotations
 

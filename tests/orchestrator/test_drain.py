@@ -151,7 +151,7 @@ async def is_refused_in_the_end(client: Client) -> bool:
 
 @pytest.mark.pipeline
 async def test_workers_let_sessions_finish_and_take_no_new_ones(tiny: Path) -> None:
-    """Both real: the stream that runs when they are told goes on to its end, and is what it would have been.
+    """Both are real: a stream that runs at the signal goes on to its end, with the tokens of an undisturbed run.
 
     The target takes what memory is free, and so has started when the draft had what it needs: both once took their
     measure at once, and a GPU had no room for the draft any more.
@@ -209,7 +209,7 @@ def verify(session_id: str) -> SimpleNamespace:
 
 
 class Clock:
-    """Stands still but when told."""
+    """A clock that only the test moves."""
 
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""With keys, one tenant's slow bodies keep nobody else out, and whoever is refused is counted."""
+"""With keys, one tenant's slow bodies keep no other tenant out, and refused callers are counted."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_slow_bodies_of_one_key_leave_room_for_others(
 
 
 async def test_refused_callers_are_counted(tmp_path: Path) -> None:
-    """Of keys that were tried, and of limits of keys, no figure told."""
+    """Metrics count unknown keys and limits of keys that were reached."""
     async with (
         guarded(tmp_path, tokens_per_minute=1) as door,
         door.client(ALICE) as alice,

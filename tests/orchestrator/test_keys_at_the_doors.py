@@ -302,7 +302,7 @@ async def test_a_large_body_is_not_read_while_as_many_requests_run_as_the_key_al
 
 
 async def test_choices_count_as_requests_of_the_key(tmp_path: Path) -> None:
-    """More than it allows at once can never fit; more than it allows beside what runs are refused before one begins."""
+    """More than it allows at once can never fit; more than it allows now are refused before one begins."""
     async with guarded(tmp_path, requests=3) as door, door.client(ALICE) as alice, door.http(ALICE) as http:
         response = await http.post("/v1/completions", json=BODY | {"n": 4})
         assert (response.status_code, error_of(response)["param"]) == (400, "n")

@@ -87,7 +87,7 @@ async def answered(client: Client) -> Finished:
 
 
 async def refused(client: Client) -> str:
-    """What the client is told, which is at once."""
+    """The error that the client gets, at once."""
     began = time.monotonic()
     async with client:
         with pytest.raises(Unavailable) as told:

@@ -24,7 +24,7 @@ from tests.fakes.waiting import PATIENCE_SECONDS
 
 
 class Clock:
-    """Stands still but when told."""
+    """A clock that only the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -45,7 +45,7 @@ async def placed(
 
 
 class Guests:
-    """Requests that take a place, and keep it until told."""
+    """Requests that keep their places until the test ends them."""
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
@@ -275,7 +275,7 @@ async def test_one_budget_for_all_that_a_request_waits_for() -> None:
 
 
 async def test_a_workers_time_is_what_is_left_of_the_request() -> None:
-    """A little more than that: whoever is late is the request, and the worker is not blamed for it."""
+    """And a little more, so that a late request is not counted as a fault of the worker."""
     now = time.monotonic()
     assert Deadline().within(600.0) == 600.0
     assert Deadline(now + 500.0, 1.0).within(2.0) == 2.0

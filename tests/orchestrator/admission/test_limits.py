@@ -49,7 +49,7 @@ async def test_one_request_too_many_is_refused_at_once_with_a_retry_delay(stage:
         loads = await eventually(orchestrator, running=2, waiting=1)
         assert (loads.max_requests_running, loads.max_requests_waiting) == (2, 1)
         assert loads.wait_seconds > 0
-        with pytest.raises(Exhausted, match="2 requests run and 1 wait") as caught:  # who has waited is told otherwise
+        with pytest.raises(Exhausted, match="2 requests run and 1 wait") as caught:  # after a wait the message differs
             await finish(orchestrator)
         assert caught.value.retry_seconds is not None
         assert caught.value.retry_seconds >= 1.0

@@ -228,7 +228,7 @@ RECORD = WorkerRecord("target", "t", "10.0.0.1:7413")
 
 
 class Clock:
-    """Stands still but when told."""
+    """A clock that only the test moves."""
 
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""Requests of several choices at limits: let in together, refused together, or told that they never fit."""
+"""Choices of a request are admitted together, refused together, or refused for good where they never fit."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ async def test_the_cluster_is_its_workers_and_what_is_wrong_with_them(door: Http
 
 
 async def test_the_cluster_shows_what_its_workers_have_done_since_they_were_met(door: HttpStack) -> None:
-    """It showed what each had told of itself at first: no pass, whatever it did, and `bough top` none a second."""
+    """The figures are current ones, and not those of the first contact."""
     before = await passes(door)
     await door.chunks(CHAT, BODY)
     async with asyncio.timeout(PATIENCE_SECONDS):

@@ -52,20 +52,8 @@ FUZZ = settings(max_examples=120, derandomize=True)
         ("messages[0].tool_calls", [USER | {"tool_calls": [{"id": "1"}]}]),
         ("messages[1].tool_calls", [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]),
         ("temperature", "hot"),
-        ("temperature", -1),
         ("temperature", True),
-        ("top_p", 0),
-        ("top_k", -2),
-        ("top_k", 2**32),
-        ("max_tokens", 2**40),
-        ("min_p", 2),
-        ("top_n_sigma", 101),
-        ("n", 0),
-        ("n", 129),
         ("n", 1.5),
-        ("seed", 2**64),
-        ("seed", -(2**63) - 1),
-        ("max_tokens", 0),
         ("max_completion_tokens", 2),
         ("stop", [1]),
         ("stop[0]", [""]),
@@ -73,8 +61,6 @@ FUZZ = settings(max_examples=120, derandomize=True)
         ("logit_bias", {"first": 1}),
         ("logit_bias", {"5": 1, "05": 2}),
         ("logit_bias", {"99999": 1}),
-        ("presence_penalty", 3),
-        ("repetition_penalty", 0),
         ("top_logprobs", 2),
         ("stream", "yes"),
         ("stream_options.include_usage", {"include_usage": 1}),
@@ -117,7 +103,6 @@ FUZZ = settings(max_examples=120, derandomize=True)
         ("tools", {}),
         ("tool_choice", {"type": "function", "function": {"name": "x"}}),
         ("min_tokens", 2),
-        ("min_tokens", -1),
         ("min_tokens", False),
         ("include_stop_str_in_output", 1),
         ("length_penalty", 2),
@@ -297,7 +282,7 @@ async def test_of_several_prompts_the_one_that_cannot_be_used_is_named(
 
 
 async def test_null_in_place_of_a_text_is_named_as_null(door: HttpStack) -> None:
-    """It was told to be missing, by which nobody finds it. Beside a refusal it is how OpenAI answers."""
+    """Not as missing, which would not help. With a refusal, null content is how OpenAI answers."""
     said: Json = {"role": "assistant", "content": None}
     for message in (said, said | {"refusal": None}, {"role": "user", "content": None, "refusal": "No."}):
         _, error = await door.refusal(CHAT, {"messages": [message]} | SHORT)
@@ -402,7 +387,7 @@ async def test_a_body_that_is_not_announced_as_json_is_refused(door: HttpStack) 
 
 
 async def test_a_compressed_body_is_refused_as_such(door: HttpStack) -> None:
-    """It was told to be no JSON."""
+    """The error names the encoding, and not invalid JSON."""
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     body = gzip.compress(json.dumps({"messages": [USER]} | SHORT).encode())
     response = await door.client.post(CHAT, content=body, headers=headers)

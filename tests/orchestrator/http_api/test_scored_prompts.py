@@ -187,7 +187,7 @@ async def test_many_log_probabilities_are_written_off_the_event_loop(
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_stream_keeps_no_log_probabilities(is_stream: bool) -> None:
-    """It kept all that it had told, megabytes of a long answer, to its end."""
+    """Otherwise a long answer would keep megabytes that it has sent already."""
     head = Head("id", 0, is_stream)
     chat = ChatAnswer(head, 1, StreamOptions(), lambda _: lambda _: b"x", None, lambda _: HERMES)
     text = CompletionAnswer(head, [""], 1, StreamOptions(), lambda _: lambda _: b"x")
@@ -206,7 +206,7 @@ def event(number: int) -> Event:
 
 
 class Source:
-    """A stream that tells how far it has been read, and whether it was closed."""
+    """A stream that counts what was read of it, and knows whether it was closed."""
 
     def __init__(self, num: int, error: Exception | None = None, waits_at: int = -1) -> None:
         self.num_made, self.is_closed, self.may_go_on = 0, False, asyncio.Event()

@@ -281,7 +281,7 @@ async def test_answers_that_nobody_reads_hold_no_connection(
 async def test_who_reads_no_answers_gives_way(
     lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was taken for busy, so that whoever came in its place was refused."""
+    """Otherwise it counts as busy, and new connections are refused."""
     monkeypatch.setattr(server, "most_connections", lambda: 1)
     async with http_serving("127.0.0.1", 0, app) as port, unread(port, LONG + WHOLE):
         await asyncio.sleep(0.2)  # in which it comes to the second request; before that it gives way too

@@ -73,7 +73,7 @@ async def test_a_reader_that_leaves_in_the_middle_frees_its_place(door: HttpStac
 
 
 async def test_a_new_request_waits_for_a_target_that_is_away(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its stream says meanwhile that it is alive. Without one in time it is refused, and told when to come again."""
+    """Its stream sends keep-alives meanwhile. Without a target in time the request is refused with a retry delay."""
     monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
     requests = door.stack.requests
     (target,) = requests.directory.targets
@@ -109,7 +109,7 @@ async def test_an_error_half_way_is_an_event_of_the_stream(door: HttpStack) -> N
 
 
 async def test_a_session_that_has_a_request_running_is_in_conflict_with_another(door: HttpStack) -> None:
-    """It was told as if the request were wrong, whose like would be served a moment later."""
+    """It is a conflict and no invalid request: the same request would be served a moment later."""
     asked = ENDLESS | {"session_id": "busy"}
     async with door.client.stream("POST", PATH, json=asked | {"stream": True}):
         refused = await door.post(PATH, asked)
@@ -316,7 +316,7 @@ async def test_a_connection_accepted_while_the_server_leaves_is_closed(monkeypat
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         await until(lambda: arrived)
         leaving.set()
-        await until(lambda: True in told)  # the connections of then have been told
+        await until(lambda: True in told)  # open connections have been asked to close
         arrived[0]()
         async with asyncio.timeout(20.0):  # an idle connection would stay open for a minute
             assert await reader.read() == b""

@@ -1,4 +1,4 @@
-"""Grammars are checked beside the event loop, and in an order that no tenant can hold up."""
+"""Grammars are checked off the event loop, in an order that no tenant can delay for others."""
 
 from __future__ import annotations
 

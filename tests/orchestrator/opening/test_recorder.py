@@ -118,7 +118,7 @@ async def test_after_another_has_claimed_the_session_nothing_is_written_until_it
 async def test_an_end_that_comes_late_does_not_drop_what_a_newer_request_records(
     recorder: Recorder, fake: FakeRegistry
 ) -> None:
-    """That one would have been told that it had lost its session."""
+    """Otherwise the newer request would be refused as one that has lost its session."""
     record(recorder, 3, epoch=6)
     recorder.drop(ScopedId("s"), 5)
     fake.go.set()

@@ -40,7 +40,7 @@ async def for_ever(call: VerifyCall) -> None:
 async def test_a_slot_reserved_at_another_target_that_is_not_heard_of_is_let_go(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    """A request that was not told of its slot left that in use for --lease-seconds, while others waited."""
+    """Otherwise a slot whose reservation was not answered stays in use for --lease-seconds while others wait."""
     verify, asked = FakeTarget.Verify, []
 
     async def silent(self: FakeTarget, request: target_pb2.VerifyRequest, context: Any) -> target_pb2.VerifyReply:
@@ -181,7 +181,7 @@ async def test_a_cancellation_at_the_end_of_a_stream_skips_no_release(
 
 
 def test_an_earlier_stream_learns_which_call_continues_its_session() -> None:
-    """In whichever order it ends and is told, also by way of a call that was superseded before it ran anything."""
+    """In either order of its end and the news, also through a call that was superseded before it ran."""
     first, second = Stream(ScopedId("r"), ScopedId()), Stream(ScopedId("r"), ScopedId())
     told: list[ScopedId] = []
     second.end(StaleEpoch("resumed by a third"))

@@ -34,7 +34,7 @@ from orchestrator.opening.prompt import output_form, whole_prompt
 from orchestrator.reasoning.formats import FORMATS, thoughts_of
 from orchestrator.reasoning.parser import Parted, ReasoningParser
 
-# What checkpoints' templates say of thoughts, shortened.
+# Shortened templates of checkpoints: the parts on reasoning.
 SAID = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 R1 = SAID.replace("m.content", "m.content.split('</think>')[-1]") + "<｜Assistant｜><think>\n"
 V3 = SAID + "<｜Assistant｜>{{ '<think>' if thinking is defined and thinking else '</think>' }}"
@@ -214,7 +214,7 @@ INSIDE, BEFORE, AFTER = Beginning.INSIDE, Beginning.BEFORE, Beginning.AFTER
 
 
 def part(beginning: Beginning, pieces: list[str], family: str = "qwen3") -> tuple[str | None, str]:
-    """The thoughts of an output, None if there are none, and its content."""
+    """The reasoning of an output, or None, and its content."""
     parser = ReasoningParser(Thoughts(FORMATS[family].begin, FORMATS[family].end, beginning))
     parted = [*(parser.push(text) for text in pieces), parser.finish()]
     thoughts = "".join(one.thoughts for one in parted)

@@ -1,4 +1,4 @@
-"""Reasoning models over HTTP and gRPC: a random one whose tokens are mostly a, b, the end of thoughts and its end."""
+"""A reasoning model over HTTP and gRPC: a random one that mostly says a, b, the end of reasoning, and the end."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def body(**fields: Any) -> Json:
 
 
 async def answered(http: httpx.AsyncClient, **fields: Any) -> Json:
-    """The message of the only choice, and what is told beside it."""
+    """The message of the only choice, with usage, finish reason and log-probabilities."""
     response = await http.post(CHAT, json=body(**fields))
     assert response.status_code == 200, response.text
     answer: Json = response.json()

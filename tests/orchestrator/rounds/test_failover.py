@@ -110,7 +110,7 @@ async def test_who_takes_a_dead_ones_address_is_used(fakes: Fleet, knows_the_dea
 
 
 async def test_who_was_fenced_off_does_not_fight(fakes: Fleet) -> None:
-    """Two orchestrators on one session: the newer epoch has it, the older stream is told, and frees nothing."""
+    """Two orchestrators on one session: the newer epoch has it; the older stream gets an error and frees nothing."""
     target, _ = await fakes.target("t1")
     (requests, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
     options = replace(OPTIONS, session_id="s", request_id="")

@@ -43,7 +43,7 @@ async def test_a_draft_that_holds_what_cannot_be(fakes: Fleet, length: str) -> N
 
 
 async def test_an_answer_that_is_no_message() -> None:
-    """gRPC makes None of it, and tells nobody but the log."""
+    """gRPC turns it into None, and only logs that."""
 
     async def call(_request: object, **_options: float) -> None:
         return None

@@ -62,7 +62,7 @@ async def test_a_round_reads_a_few_of_the_sessions_tokens_however_many_there_are
         assert isinstance(ends, Finished)
         assert ends.usage.cached_tokens == len(history) - 1
     assert by_round[0] > len(prompt.token_ids)  # which are sent to the target
-    # The first records are written beside one of these rounds: all tokens for the session, the request and the blocks.
+    # The first records are written during one of these rounds: all tokens for the session, the request and the blocks.
     assert sum(by_round[1:]) < 4 * MAX_CONTEXT + NUM_ROUNDS * 6 * CHECKPOINT_TOKENS
 
 

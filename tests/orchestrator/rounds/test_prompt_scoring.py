@@ -39,7 +39,7 @@ async def test_a_request_that_is_finished_is_not_scored_again(fakes: Fleet) -> N
 
 
 async def test_targets_that_cannot_score_are_named(fakes: Fleet) -> None:
-    """One of before, which draws what follows, was taken for one that scores where it told as many tokens as it got."""
+    """An older target draws what follows: it may answer with as many tokens as it got, and has scored none."""
     target, _ = await fakes.target("t")
     _, server = await fakes.orchestrator()
     target.knows_given = False

@@ -1,4 +1,4 @@
-"""What one tenant has asked shows in nothing that another is told: it is computed anew, unless that is allowed."""
+"""No answer shows one tenant what another has asked: prompts are computed anew unless sharing is allowed."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_characters_that_stay_half_take_each_token_no_more_work(data: bytes, siz
 
 
 def test_single_bytes_of_a_tokenizer_that_falls_back_to_them_take_no_more_work() -> None:
-    """Its decoder takes a row of bytes as a whole: one that is none makes U+FFFD of all of them."""
+    """Its decoder takes a run of bytes as a whole: one invalid byte turns all of them into U+FFFD."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     tokenizer.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])

@@ -46,7 +46,7 @@ SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4))
     ],
 )
 def test_a_size_that_a_request_asks_for_is_that_size(speculation: Speculation, growth: Growth) -> None:
-    """However much is known, whatever pays, whoever shares the sweep, and without a price that ends it sooner."""
+    """Whatever has been learnt, whoever shares the sweep, and without a price that would end growth sooner."""
     world = MadeRounds(sweep=STEEP)
     world.play(20)
     plan = world.sizer.plan(replace(world.base, speculation=speculation, num_context=300))

@@ -150,7 +150,7 @@ def test_dearer_steps_make_shallower_trees() -> None:
 
 
 def test_a_target_that_has_become_steep_is_followed_within_five_rounds() -> None:
-    """It tells its new curve with its next verdict."""
+    """Its next verdict has the new curve."""
     world = MadeRounds()
     assert mean_nodes(world.play(20)[10:]) == 64
     world.sweep = STEEP

@@ -207,7 +207,7 @@ async def test_a_blocked_event_loop_shows_as_lag() -> None:
 
 
 def test_faults_of_a_request_are_counted_while_it_runs() -> None:
-    """They were told at its end, perhaps many minutes later, and never of a request that failed or was left."""
+    """Otherwise they would be reported minutes later, and never for a request that failed or was abandoned."""
     totals = RequestTotals()
     session = Mock(num_failovers=0, num_degraded_rounds=0)
     troubles = TroubleCount(totals, session)

@@ -26,7 +26,7 @@ TOOLS = Tools((Function("f", SCHEMA), Function("get_time", '{"type": "object", "
 
 
 class Read(NamedTuple):
-    """What a parser has told, joined."""
+    """The joined pieces of a parser."""
 
     content: str
     calls: list[tuple[str, str]]

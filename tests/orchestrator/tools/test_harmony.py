@@ -1,4 +1,4 @@
-"""OpenAI's harmony format: messages in channels are thoughts, answers and calls, and no mark of theirs is ever told."""
+"""OpenAI's harmony format: messages in channels are reasoning, answers and calls, and no mark of them is sent."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def form(tools: Tools | None = None, **options: Any) -> OutputForm:
     return await output_form(prompt, GenerateOptions(**options), model(), "auto", thoughts)
 
 
-# An output, and its thoughts, content and call with tools.
+# An output, and its reasoning, content and call with tools.
 OUTPUTS: dict[str, tuple[str, str, str, tuple[str, str] | None]] = {
     "thoughts and an answer": (f"{THOUGHT}{NEXT}{FINAL}It is *so*.<|return|>", "Hm, 2 < 3.", "It is *so*.", None),
     "an answer": (f"{FINAL}Wél<|l|>.\n<|return|>", "", "Wél<|l|>.\n", None),

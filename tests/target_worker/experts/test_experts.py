@@ -98,7 +98,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LayerExperts]:
 
 
 class Rounds:
-    """Sweeps of a store without a model: each layer wants what it is told."""
+    """Sweeps of a store without a model: the test says which experts each layer wants."""
 
     def __init__(self, store: ExpertStore, num_layers: int) -> None:
         self._store, self._num_layers = store, num_layers
@@ -174,7 +174,7 @@ def test_a_guess_drives_out_what_is_less_likely_and_nothing_else(layers: dict[in
 
 
 def test_what_is_wanted_overtakes_what_is_read_ahead(layers: dict[int, LayerExperts]) -> None:
-    """Nothing that was guessed is ever begun with: whoever waited for it would wait for ever."""
+    """A layer never begins with a guessed expert, which might never come."""
     with store_of(layers, 12) as store:
         rounds, gate = Rounds(store, 4), Event()
         for _ in range(8):

@@ -1,4 +1,4 @@
-"""Which code decides whether one target may go on with another's sessions: all that computes, and no word beside it."""
+"""The code hash by which targets take over sessions: all code that computes, whatever its comments and layout."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_nobody_comes_in_who_would_give_way_at_once(clock: Clock) -> None:
 
 
 def test_a_call_that_waits_ends_where_its_session_gives_way(pool: SlotPool) -> None:
-    """It is told so, and what of it was computed before counts for when it comes back."""
+    """It gets an error, and what was computed of it is still there when it comes back."""
     calls, (old, young) = CallQueue(pool, FULL), (Caller.of(number) for number in range(2))
     young.tokens *= 5
     future: Future[VerifyResult] = Future()

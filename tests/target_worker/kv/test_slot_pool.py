@@ -162,7 +162,7 @@ def test_a_session_whose_caller_has_gone_is_idle_at_once(pool: SlotPool) -> None
 
 
 def test_nobody_can_feel_their_way_along_anothers_prompt_token_by_token(clock: Clock) -> None:
-    """A guess that is right as far as 33 tokens, or 63, is told no more than one that is right as far as 32."""
+    """A guess that is right for 33 or for 63 tokens gets the same answer as one that is right for 32."""
     secret, reached = text(90), []
     for num_right in range(91):
         pool = new_pool(clock, 400)

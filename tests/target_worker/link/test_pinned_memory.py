@@ -28,7 +28,7 @@ MEGABYTE = 1 << 20
 
 
 class Cudart:
-    """Refuses to pin the pieces of which it is told."""
+    """Refuses to pin the given pieces."""
 
     def __init__(self, refused: tuple[int, ...]) -> None:
         self.asked: list[int] = []

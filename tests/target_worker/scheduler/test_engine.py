@@ -399,7 +399,7 @@ def test_sessions_that_draft_are_waited_for(clock: Clock) -> None:
 
 
 HOUR_NS = 3_600_000_000_000
-AN_HOUR = Timings(HOUR_NS, compute_ns=HOUR_NS, num_passes=1)  # as if a sweep had taken one: whoever waits, waits
+AN_HOUR = Timings(HOUR_NS, compute_ns=HOUR_NS, num_passes=1)  # as if a sweep had taken one: a wait lasts
 
 
 def say(engine: SweepEngine, name: str, tokens: list[int], round_: int, num_running: int) -> Future[VerifyResult]:
@@ -434,7 +434,7 @@ def asking(session: str, tokens: Sequence[int], round_: int = 0, epoch: int = 1)
 
 
 def test_who_asks_for_room_has_it_before_sending_anything(engine: SweepEngine) -> None:
-    """What waits for room sends no context to ask for it, and whoever comes between takes nothing from it."""
+    """A call that waits for room asks without its context, and later calls do not take its room."""
     text = list(range(1, 21))
     engine.verify(verify_call("first", text)).result(5)
     with pytest.raises(PrefixMissing, match="a session that is not known here"):
