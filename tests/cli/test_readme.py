@@ -113,7 +113,7 @@ def line_of(command: str) -> str:
             "--device-memory 24GB --host-memory 128GB --host-link-speed 25 --compute-speed 80 --json",
             "tokens_per_second",
         ),
-        ("simulate", "--no-purchases", "10"),
+        pytest.param("simulate", "--no-purchases", "10", marks=pytest.mark.long),
     ],
 )
 def test_commands_that_ask_nobody(

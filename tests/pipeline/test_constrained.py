@@ -29,6 +29,7 @@ from bough.protocol.generation import (
     TextPrompt,
     Tokens,
 )
+from tests.fakes.tiers import long_but
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SCHEMA: dict[str, Any] = {
@@ -60,6 +61,9 @@ async def http(client: Client) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
+HOT = {"temperature": 1.2, "seed": 3}
+
+
 async def answered(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
     response = await http.post(path, json=body)
     assert response.status_code == 200, response.text
@@ -67,7 +71,7 @@ async def answered(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
     return choice | {"text": choice.get("text") or choice.get("message", {}).get("content"), **response.json()}
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.2, "seed": 3}, {"seed": 4, "top_k": 5}])
+@pytest.mark.parametrize("sampling", long_but([HOT], [HOT, {"temperature": 0}, {"seed": 4, "top_k": 5}]))
 async def test_a_chat_answers_in_json_of_the_schema(http: httpx.AsyncClient, sampling: dict[str, Any]) -> None:
     body = HELLO | sampling | {"response_format": FORMAT}
     whole = await answered(http, CHAT, body)

@@ -107,7 +107,9 @@ def without_ids(message: Json) -> Json:
     return {"content": message["content"] or "", "calls": [call["function"] for call in calls]}
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.3, "seed": 5}])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param({"temperature": 0}, marks=pytest.mark.long), {"temperature": 1.3, "seed": 5}]
+)
 async def test_a_named_function_is_called_whole_or_streamed_with_trees_or_without(
     http: httpx.AsyncClient, sampling: Json
 ) -> None:

@@ -94,7 +94,7 @@ GROWTHS: list[tuple[Growth | None, Scheme]] = [
 ]
 
 
-@pytest.mark.parametrize(("target", "draft"), [(WIDE, NARROW), (NARROW, WIDE)])
+@pytest.mark.parametrize(("target", "draft"), [(WIDE, NARROW), pytest.param(NARROW, WIDE, marks=pytest.mark.long)])
 async def test_output_is_plain_decodings_whichever_is_padded_more(
     models: dict[int, Path], tmp_path: Path, target: int, draft: int
 ) -> None:

@@ -16,7 +16,7 @@ from loadtest.common.streams import Stream
 
 pytestmark = pytest.mark.chaos
 
-SHORT = Plan(num_faults=12, num_streams=4, num_scripts=6, max_length=150, seconds_between=0.5, seed=1)
+SHORT = Plan(num_faults=12, num_streams=4, num_scripts=6, max_length=150, seconds_between=0.3, seed=1)
 
 
 async def test_no_fault_costs_a_token(tiny: Path) -> None:
