@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bough.config.processes import DraftConfig, parse
 from bough.errors import ConfigError, NotFound
 from bough.protocol.ids import ScopedId
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 from draft_worker.candidates import noise
-from draft_worker.worker import DraftWorker
-from tests.fakes.draft import grow_call
+from tests.fakes.draft import grow_call, worker
 from tests.fakes.waiting import block_until
 
 pytestmark = pytest.mark.slow  # running services are called
@@ -31,16 +27,6 @@ PLANS = (
     TreePlan(StaticShape.chains(3, 3)),
     TreePlan(StaticShape.chains(2, 3), Scheme.TRAVERSAL),
 )
-
-
-@contextmanager
-def worker(model: Path, *flags: str) -> Iterator[DraftWorker]:
-    config = parse(DraftConfig, "d", ["--model", str(model), "--dtype", "float32", "--threads", "1", *flags], {})
-    draft = DraftWorker(config, "test")
-    try:
-        yield draft
-    finally:
-        draft.close()
 
 
 def calls(num: int) -> list[GrowCall]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from bough.config.processes import DraftConfig, parse
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.kv.session_kv import KVArena, KVShape
@@ -22,6 +25,7 @@ from draft_worker.engine.engine import DraftEngine, PendingGrow
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.model.model_draft import ModelDraft
+from draft_worker.worker import DraftWorker
 
 VOCAB = 6
 NO_GRAMMARS = Grammars(TokenizerFiles(b"", "", ()), VOCAB)  # a call with a grammar would be refused
@@ -123,3 +127,14 @@ def grow_now(engine: DraftEngine, call: GrowCall) -> GrowResult:
 def grown_alone(call: GrowCall) -> GrowResult:
     """The result of a call on an engine of its own."""
     return grow_now(new_engine(FakeModel()), call)
+
+
+@contextmanager
+def worker(model: Path, *flags: str) -> Iterator[DraftWorker]:
+    """A real draft worker of one thread."""
+    config = parse(DraftConfig, "d", ["--model", str(model), "--dtype", "float32", "--threads", "1", *flags], {})
+    draft = DraftWorker(config, "test")
+    try:
+        yield draft
+    finally:
+        draft.close()

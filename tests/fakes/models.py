@@ -71,6 +71,11 @@ def streamed(
         yield StreamedModel(skeleton, tiers, rows, device, kv)
 
 
+def plan_of(folder: Path) -> dict[int, LayerExperts]:
+    """The experts of each layer of a mixture, as a target in bfloat16 plans them."""
+    return plan_apart(build_skeleton(Checkpoint.open(folder), torch.bfloat16).layer_slots)[1]
+
+
 def new_slot(model: StreamedModel) -> KVSlot:
     """A KV slot of 400 rows on the CPU."""
     return KVSlot(model.skeleton.kv_shape(), 400, CPU)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bough.model.batch.batch import Batch
 from bough.protocol.ids import ScopedId
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Guess, Scheme, StaticShape, TreePlan
+from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 from draft_worker.engine.draft_ahead import NUM_STEPS, num_steps
 from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window
@@ -75,38 +73,6 @@ def test_a_likely_outcome_is_grown_before_it_is_asked_for(plan: TreePlan, params
         assert (result.timings.num_passes, model.rows_run) == (0, [])
         assert result.num_warm_nodes > 0
     assert engine.num_warm_trees >= 5
-
-
-@pytest.mark.slow
-@settings(max_examples=40)  # of rounds that grow several trees each
-@given(
-    st.integers(0, 12),
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, VOCAB - 1)), min_size=1, max_size=4),
-    st.sampled_from([SamplingParams(0.0), SamplingParams(0.8, seed=3), SamplingParams(0.0, frequency_penalty=1.0)]),
-    st.one_of(
-        st.builds(
-            lambda width, guess: TreePlan(BestFirst(10, width, 3), guess=guess),
-            st.integers(1, 5),
-            st.sampled_from(Guess),
-        ),
-        st.sampled_from([*PLANS.values()]),
-    ),
-)
-def test_whatever_the_outcome_the_tree_is_that_of_cold_growth(
-    ahead_steps: int, outcomes: list[tuple[int, int]], params: SamplingParams, plan: TreePlan
-) -> None:
-    """Any depth of the accepted path, any bonus token, found out in part or not at all."""
-    engine = new_engine(FakeModel(), ahead_steps=ahead_steps)
-    tokens, held = [3, 1, 4], 0
-    for num_accepted, bonus in outcomes:
-        result = grow_now(engine, grow_call(tokens, held, params, plan))
-        assert result.tree == grown_alone(grow_call(tokens, 0, params, plan)).tree
-        go_ahead(engine)
-        held = result.held_length
-        path = result.tree.path(int(np.argmax(result.tree.depths())))[1 : 1 + num_accepted]
-        tokens = [*tokens, *(int(result.tree.tokens[node]) for node in path), bonus]
-    grown = grow_now(engine, grow_call(tokens, held, params, plan)).tree
-    assert grown == grown_alone(grow_call(tokens, 0, params, plan)).tree
 
 
 def test_it_ends_after_its_steps_and_gives_way_to_calls() -> None:

@@ -374,17 +374,30 @@ turns = st.tuples(
     st.booleans(),  # whether it is
     st.integers(0, 4),  # accepted nodes, where it is not
     st.integers(0, VOCAB - 1),
-    st.integers(0, 5),  # steps ahead
+    st.integers(0, 12),  # steps ahead
+)
+plans = st.one_of(
+    st.builds(
+        lambda width, guess: TreePlan(BestFirst(10, width, 3), guess=guess), st.integers(1, 5), st.sampled_from(Guess)
+    ),
+    st.sampled_from([*PLANS.values(), TreePlan(SHAPE, Scheme.TRAVERSAL)]),
 )
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
-@given(st.lists(turns, min_size=2, max_size=8), st.sampled_from([*PLANS.values()]), st.sampled_from(PARAMS))
+@settings(max_examples=80)
+@given(
+    st.lists(turns, min_size=2, max_size=8),
+    plans,
+    st.sampled_from((*PARAMS, SamplingParams(0.0, frequency_penalty=1.0))),
+)
 def test_wherever_a_text_is_cut_the_tree_is_that_of_a_fresh_session(
     asked: list[tuple[int, bool, int, int, int]], plan: TreePlan, params: SamplingParams
 ) -> None:
-    """The caller believes what an orchestrator does: what was held, as far as the text is the same."""
+    """Also after any outcome of a round, explored ahead in part or not at all.
+
+    The caller believes what an orchestrator does: what was held, as far as the text is the same.
+    """
     engine = new_engine(FakeModel(), ahead_steps=12)
     tokens, held = [3, 1, 4], 0
     for length, is_cut, take, bonus, num_ahead in asked:

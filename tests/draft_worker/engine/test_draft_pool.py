@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.config.processes import DraftConfig, parse
 from bough.errors import ConfigError, Exhausted, PrefixMissing, Unavailable
 from bough.protocol.ids import ScopedId
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SPARE_ROWS
-from draft_worker.worker import DraftWorker
-from tests.fakes.draft import FakeModel, grow_call, grow_now, grown_alone, new_engine, started
+from tests.fakes.draft import FakeModel, grow_call, grow_now, grown_alone, new_engine, started, worker
 
 TEXT = [n % 5 for n in range(90)]
 
@@ -100,17 +96,8 @@ def test_trees_are_those_grown_alone_whichever_session_is_evicted(calls: list[tu
     assert len(engine.pool) <= 5
 
 
-@contextmanager
-def worker(tiny: Path, *flags: str) -> Iterator[DraftWorker]:
-    draft = DraftWorker(parse(DraftConfig, "d", ["--model", str(tiny), "--threads", "1", *flags], {}), "test")
-    try:
-        yield draft
-    finally:
-        draft.close()
-
-
 def test_a_draining_draft_takes_no_new_sessions(tiny: Path) -> None:
-    with worker(tiny) as draft:
+    with worker(tiny, "--dtype", "bfloat16") as draft:
         known = draft.grow(grow_call([3, 1, 4], session_id="known"))
         known.result(20)
         draft.drain().result(5)

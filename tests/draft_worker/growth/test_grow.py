@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -28,20 +28,22 @@ shapes = st.lists(st.integers(0, 3), max_size=20).map(
 )
 
 
-def grown(grower: Grower, widths: list[int] | None = None) -> Tree:
-    """What a grower makes of `fake_log_probs`; the width of every step goes into `widths`."""
+def path_to(grower: Grower, node: int) -> list[int]:
+    """The tokens from the root to a node."""
+    path = []
+    while node >= 0:
+        path.append(int(grower.tree.tokens[node]))
+        node = int(grower.tree.parents[node])
+    return path[::-1]
+
+
+def grown(grower: Grower, before_step: Callable[[np.ndarray], None] = lambda _: None) -> Tree:
+    """What a grower makes of `fake_log_probs`; `before_step` gets the nodes of every step."""
     while len(frontier := grower.frontier()):
-        rows = []
-        for node in frontier.tolist():
-            path = []
-            while node >= 0:
-                path.append(int(grower.tree.tokens[node]))
-                node = int(grower.tree.parents[node])
-            rows.append(fake_log_probs(path[::-1]))
-        order = np.argsort(-np.stack(rows), axis=1)
-        grower.take(frontier, Candidates(order.astype(np.int32), np.take_along_axis(np.stack(rows), order, 1)))
-        if widths is not None:
-            widths.append(len(frontier))
+        before_step(frontier)
+        rows = np.stack([fake_log_probs(path_to(grower, node)) for node in frontier.tolist()])
+        order = np.argsort(-rows, axis=1)
+        grower.take(frontier, Candidates(order.astype(np.int32), np.take_along_axis(rows, order, 1)))
     return grower.finished()
 
 
@@ -66,13 +68,11 @@ def test_with_width_to_spare_the_best_paths_of_all_are_found(budget: int, depth:
 def test_no_step_is_made_that_is_not_worth_its_price(budget: int, width: int, depth: int, min_gain: float) -> None:
     """A step is worth all that it could add."""
     grower = best_first(BestFirst(budget, width, depth, min_gain=min_gain))
-    while len(frontier := grower.frontier()):
+
+    def check(frontier: np.ndarray) -> None:
         assert np.exp(grower.tree.scores[frontier]).sum() >= min_gain
-        paths = [[int(grower.tree.tokens[step]) for step in path_to(grower, node)] for node in frontier.tolist()]
-        rows = np.stack([fake_log_probs(path) for path in paths])
-        order = np.argsort(-rows, axis=1)
-        grower.take(frontier, Candidates(order.astype(np.int32), np.take_along_axis(rows, order, 1)))
-    assert len(grower.finished()) > 1 or min_gain > 1
+
+    assert len(grown(grower, check)) > 1 or min_gain > 1
 
 
 def test_a_step_is_worth_what_it_can_add_to_a_full_tree() -> None:
@@ -86,17 +86,10 @@ def test_a_step_is_worth_what_it_can_add_to_a_full_tree() -> None:
         assert (len(grower.frontier()) > 0) is is_made
 
 
-def path_to(grower: Grower, node: int) -> list[int]:
-    path = [node]
-    while (parent := int(grower.tree.parents[path[-1]])) >= 0:
-        path.append(parent)
-    return path[::-1]
-
-
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 6))
 def test_limits_hold_and_siblings_are_best_first(budget: int, width: int, depth: int) -> None:
     widths: list[int] = []
-    tree = grown(best_first(BestFirst(budget, width, depth)), widths)
+    tree = grown(best_first(BestFirst(budget, width, depth)), lambda frontier: widths.append(len(frontier)))
     tree.validate(VOCAB, budget)
     assert len(tree) <= budget
     assert tree.depths().max() <= depth
@@ -123,7 +116,7 @@ def test_no_step_expands_more_nodes_than_there_was_to_be_room_for() -> None:
 def test_growth_ends_when_the_tree_is_full_and_nothing_better_can_come() -> None:
     """SpecExec's third stop rule: with one certain path the depth limit is not what ends growth."""
     widths: list[int] = []
-    grown(best_first(BestFirst(budget=3, width=1, depth=30)), widths)
+    grown(best_first(BestFirst(budget=3, width=1, depth=30)), lambda frontier: widths.append(len(frontier)))
     assert len(widths) < 10
 
 
@@ -142,7 +135,7 @@ def shaped(growth: Growth, scheme: Scheme, seed: int = 1, stops: Sequence[int] =
 def test_a_shape_is_filled_a_level_per_step(shape: StaticShape, scheme: Scheme) -> None:
     """Where the vocabulary is large enough for it, the tree is the shape, whatever fills it."""
     widths: list[int] = []
-    tree = grown(shaped(shape, scheme), widths)
+    tree = grown(shaped(shape, scheme), lambda frontier: widths.append(len(frontier)))
     tree.validate(VOCAB, shape.budget)
     assert len(widths) <= max(shape.depths())
     fits = max(Counter(shape.parents).values(), default=0) <= VOCAB

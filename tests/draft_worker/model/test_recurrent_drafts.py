@@ -157,25 +157,6 @@ def test_a_tree_begins_anew_where_known_nodes_leave_it_no_rows(model: ResidentMo
     check(model, tokens, grow_now(engine, grow_call(tokens, plan=WIDE)).tree)
 
 
-def test_what_has_not_failed_is_not_rolled_back_and_an_accepted_path_is_sent_once(
-    model: ResidentModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engine_of(model)
-    grow_now(engine, grow_call(PROMPT[:9], plan=DEEP))
-    session, sent, tensor = engine.pool._sessions[ScopedId("s")], list[Any](), torch.tensor
-    slot = session.slot
-    assert isinstance(slot, KVSlot)
-    assert slot.states is not None
-    rolled_back = list[int]()
-    monkeypatch.setattr(slot, "roll_back", rolled_back.append)
-    session.mend()
-    assert not rolled_back
-    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: sent.append(args) or tensor(*args, **kwargs))
-    slot.states.commit([slot.length, slot.length + 2])
-    assert sent == [([slot.length, slot.length + 2],)]
-    assert {len(layer.kept.decay) for layer in slot.states._layers.values()} == {2}, "in all layers"
-
-
 def test_sessions_that_grow_in_one_batch_keep_their_states_apart(model: ResidentModel) -> None:
     engine = engine_of(model)
     texts = {"a": PROMPT[:5], "b": PROMPT[3:40], "c": [9] * 12}

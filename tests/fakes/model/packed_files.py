@@ -129,8 +129,7 @@ def packed_as(method: str, source: Path, folder: Path, bits: int = 4) -> Path:
     if method in FORMATS:
         return stored_as(method, source, folder.parent, torch.float32)[0]
     if method == "compressed-tensors":
-        pack(source, bits, folder)
-        return folder
+        return pack(source, bits, folder)
     return in_words(folder, method.removesuffix(", unordered"), "unordered" not in method, source, bits)
 
 

@@ -31,9 +31,8 @@ from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_clos
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.model.packed_files import raw_parts, require_same_sizes, rewrite, tensors_of
 from tests.fakes.model.published_formats import mxfp4
-from tests.fakes.models import CPU, new_slot, streamed
+from tests.fakes.models import CPU, new_slot, plan_of, streamed
 from tests.fakes.stack import stack
-from tests.target_worker.experts.test_experts import plan_of
 
 PROMPT, NAME = list(range(20, 44)), "gpt-oss, sinks, alternating windows"
 # Of two layers, with either window.

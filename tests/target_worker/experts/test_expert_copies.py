@@ -15,7 +15,6 @@ import torch
 from bough.errors import ConfigError
 from bough.sizing.placement import Budgets, Fixed, Tier, place_with_expert_cache
 from loadtest.common.inline_streams import InlineStreams
-from loadtest.common.packed_model import pack
 from loadtest.common.tiny_model import save_model
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_loaders import ExpertCopies
@@ -29,7 +28,7 @@ from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.models import streamed
 from tests.fakes.tiers import long_but
-from tests.target_worker.experts.test_experts import MIXTURE, NUM_EXPERTS, SIZES, logits_of, plan_of
+from tests.target_worker.experts.test_experts import MIXTURE, NUM_EXPERTS, SIZES, logits_of
 
 
 class FakeHost:
@@ -80,11 +79,6 @@ class Rounds:
     def _compute(self, expert: Expert) -> None:
         for data in self.store.bytes_of(expert, 0):
             self._streams.compute(lambda data=data: self.right.append(bool((data == self.numbers[expert]).all())))
-
-
-@pytest.fixture(scope="module")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LayerExperts]:
-    return plan_of(save_model(tmp_path_factory.mktemp("layers") / "model", FAMILIES["qwen3 moe"]))
 
 
 @contextmanager
@@ -178,16 +172,6 @@ def test_the_bits_are_those_of_whole_layers(whole_layers: WholeLayers, max_resid
             assert model.tiers.figures().link_bytes > 0
 
 
-def test_packed_experts_too(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
-    pack(folder, 4, tmp_path / "packed")
-    with streamed(tmp_path / "packed", torch.bfloat16) as model:
-        wanted = logits_of(model, 1, 20)
-    with streamed(tmp_path / "packed", torch.bfloat16, 16, 0, InlineStreams(), 3, expert_slabs=8) as model:
-        for mine, right in zip(logits_of(model, 1, 20), wanted, strict=True):
-            assert torch.equal(mine, right)
-
-
 def test_experts_that_the_host_holds_come_when_they_are_chosen() -> None:
     """Otherwise layers come whole, as if nothing had been said; or it is said what would do."""
     fixed, little, much = Fixed(1000, 0, 0, 0), Budgets(3000, 7999, 2000, 10), Budgets(3000, 8100, 2000, 10)
@@ -205,13 +189,14 @@ def test_experts_that_the_host_holds_come_when_they_are_chosen() -> None:
         place_with_expert_cache(*MIXTURE, fixed, little, from_host=True, is_forced=True)
 
 
-def test_a_plan_reckons_with_the_link_of_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
-    slots = [slot for layer in plan_of(folder).values() for slot in layer.slots]
+def test_a_plan_reckons_with_the_link_of_the_host(
+    mixture: Path, layers: dict[int, LayerExperts], capsys: pytest.CaptureFixture[str]
+) -> None:
+    slots = [slot for layer in layers.values() for slot in layer.slots]
     flags = ["--device", "gpu", "--device-memory", "9MB", "--kv-memory", "1MB", "--max-context", "128"]
     flags += ["--max-nodes", "64", "--host-link-speed", "2", "--compute-speed", "1"]
     flags += ["--link-speed", "1", "--memory-speed", "9", "--resident-layers", "0", "--host-memory", "1GB"]
-    plan = run(capsys, str(folder), *flags)
+    plan = run(capsys, str(mixture), *flags)
     on_host = plan["fixed_bytes"]["host_experts"]
     assert plan["host_bytes"] > on_host == sum(math.prod(slot.source.shape) * 4 for slot in slots)
     seconds = {sweep["tokens"]: sweep["link_seconds"] for sweep in plan["sweeps"]}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,25 +16,24 @@ import torch
 from bough.config.processes import TargetConfig, parse
 from bough.errors import ConfigError, StreamError
 from bough.model.batch.batch import Batch, Segment
-from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.loading.loading import build_skeleton
 from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.placement import Budgets, ExpertSizes, Fixed, SeparateExperts, Tier, place_with_expert_cache
 from bough.trees.tree import Tree
+from loadtest.common.inline_streams import InlineStreams
 from loadtest.common.packed_model import pack
 from loadtest.common.tiny_model import save_model
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_loaders import ExpertReads
 from target_worker.experts.expert_store import ExpertStore
 from target_worker.link import direct_io
-from target_worker.link.layer_extents import LayerExperts, plan_apart, sizes_of
+from target_worker.link.layer_extents import LayerExperts, sizes_of
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.worker import TargetWorker
 from tests.cli.planning.test_plan import run
 from tests.fakes.model.families import FAMILIES, of_two_layers, random_tree
-from tests.fakes.models import CPU, new_slot, plain_logits, streamed
+from tests.fakes.models import CPU, new_slot, plain_logits, plan_of, streamed
 from tests.fakes.tiers import long_but
 
 NUM_EXPERTS = {"mixtral": 4, "qwen2 moe, shared expert": 6, "qwen3 moe": 6, "gpt-oss, sinks, alternating windows": 4}
@@ -66,35 +66,28 @@ def test_the_bits_are_those_of_whole_layers(family: str, dtype: torch.dtype, tmp
                 assert torch.equal(mine, right)
 
 
-def test_packed_experts_too(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
-    pack(folder, 8, tmp_path / "packed")
-    with streamed(tmp_path / "packed", torch.bfloat16) as model:
+@pytest.mark.parametrize(("bits", "where"), [(8, {}), (4, {"streams": InlineStreams(), "host_layers": 3})])
+def test_packed_experts_have_the_bits_of_whole_layers(
+    bits: int, where: dict[str, Any], mixture: Path, tmp_path: Path
+) -> None:
+    """Read from disk when rows choose them, or copied from the host's memory."""
+    folder = pack(mixture, bits, tmp_path / "packed")
+    with streamed(folder, torch.bfloat16) as model:
         wanted = logits_of(model, 1, 20)
-    with streamed(tmp_path / "packed", torch.bfloat16, expert_slabs=8) as model:
+    with streamed(folder, torch.bfloat16, expert_slabs=8, **where) as model:
         for mine, right in zip(logits_of(model, 1, 20), wanted, strict=True):
             assert torch.equal(mine, right)
 
 
-def test_a_token_reads_what_it_chooses_and_padding_chooses_nothing(tmp_path: Path) -> None:
+def test_a_token_reads_what_it_chooses_and_padding_chooses_nothing(mixture: Path) -> None:
     """Rows are padded to 16, whose experts would be read as well."""
     config = FAMILIES["qwen3 moe"]
-    folder = save_model(tmp_path / "model", config)
-    with streamed(folder, torch.bfloat16, max_resident=config.num_hidden_layers, expert_slabs=6) as model:
+    with streamed(mixture, torch.bfloat16, max_resident=config.num_hidden_layers, expert_slabs=6) as model:
         slot, before = new_slot(model), model.tiers.figures().link_bytes
         model.sweep(Batch([Segment.tree(slot, 0, Tree.root(5))], model.rows, CPU))
-        expert_bytes = max(e.num_bytes for layer in plan_of(folder).values() for e in layer.each)
+        expert_bytes = max(e.num_bytes for layer in plan_of(mixture).values() for e in layer.each)
         read = model.tiers.figures().link_bytes - before
         assert 0 < read <= config.num_hidden_layers * config.num_experts_per_tok * expert_bytes
-
-
-def plan_of(folder: Path) -> dict[int, LayerExperts]:
-    return plan_apart(build_skeleton(Checkpoint.open(folder), torch.bfloat16).layer_slots)[1]
-
-
-@pytest.fixture(scope="module")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LayerExperts]:
-    return plan_of(save_model(tmp_path_factory.mktemp("layers") / "model", FAMILIES["qwen3 moe"]))
 
 
 class Rounds:
@@ -283,16 +276,17 @@ def answer(worker: TargetWorker, tokens: list[int]) -> int:
 
 
 @pytest.mark.slow
-def test_a_plan_reckons_with_what_rows_choose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
+def test_a_plan_reckons_with_what_rows_choose(
+    mixture: Path, layers: dict[int, LayerExperts], capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = "--resident-layers 0 --kv-memory 1MB --max-context 128 --max-nodes 64 --link-speed 1 --compute-speed 1"
     plans = {
-        experts: run(capsys, str(folder), "--experts", experts, "--device", "cpu", *flags.split())
+        experts: run(capsys, str(mixture), "--experts", experts, "--device", "cpu", *flags.split())
         for experts in ("auto", "all")
     }
     seconds = {name: {s["tokens"]: s["link_seconds"] for s in plan["sweeps"]} for name, plan in plans.items()}
-    apart, sizes = plan_of(folder), sizes_of(plan_of(folder).values())
-    missing = sum(e.num_bytes for layer in apart.values() for e in layer.each) - sizes.most * sizes.slab_bytes
+    sizes = sizes_of(layers.values())
+    missing = sum(e.num_bytes for layer in layers.values() for e in layer.each) - sizes.most * sizes.slab_bytes
     assert seconds["auto"][1] < 0.8 * seconds["all"][1]
     assert seconds["auto"][64] < seconds["all"][64]
     assert plans["auto"]["fixed_bytes"]["experts"] > 0
