@@ -97,7 +97,7 @@ def test_trees_are_those_grown_alone_whichever_session_is_evicted(calls: list[tu
 
 
 def test_a_draining_draft_takes_no_new_sessions(tiny: Path) -> None:
-    with worker(tiny, "--dtype", "bfloat16") as draft:
+    with worker(tiny, "--dtype", "auto") as draft:
         known = draft.grow(grow_call([3, 1, 4], session_id="known"))
         known.result(20)
         draft.drain().result(5)
