@@ -134,7 +134,7 @@ def test_a_device_without_room_for_the_draft_is_named(tiny: Path, monkeypatch: p
 
 
 def test_more_calls_than_may_wait_are_refused(tiny: Path) -> None:
-    with worker(tiny, "--max-waiting", "1") as draft:
+    with worker(tiny, "--dtype", "auto", "--max-waiting", "1") as draft:
         text = np.random.default_rng(0).integers(0, 256, 400).tolist()
         first = draft.grow(grow_call(text, session_id="a"))
         with pytest.raises(Exhausted, match="1 calls are waiting already"):
