@@ -39,8 +39,8 @@ from deploy.supervisor import Supervisor
 
 MANY = 100_000  # requests at one replica; the orchestrator's admission limits how many run
 OPTIONS: Mapping[str, Any] = {  # unless the configuration says otherwise
-    "ray_actor_options": {"num_cpus": 0},  # resources choose the node
-    "user_config": {},  # one without any would have nothing to start, and be healthy
+    "ray_actor_options": {"num_cpus": 0},  # custom resources choose the node
+    "user_config": {},  # a replica without any would start nothing, and be healthy
     "max_ongoing_requests": MANY,
     "health_check_period_s": 2.0,  # three failures in a row replace a replica
     "health_check_timeout_s": 20.0,
@@ -49,10 +49,10 @@ OPTIONS: Mapping[str, Any] = {  # unless the configuration says otherwise
 }
 INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
 ASK_SECONDS = 5.0
-IN_PLACE = RestartPolicy(first_pause_seconds=0.0, max_in_a_row=1)  # what ends again sooner is left to Serve
-PASSED_ON_SECONDS = 0.5  # in which a request that is being passed on reaches its program
-MOVED_SECONDS = 1.0  # between two questions where the index is
-READY_SECONDS = 50.0  # that a program which is started anew has to find a target, before requests come to it
+IN_PLACE = RestartPolicy(first_pause_seconds=0.0, max_in_a_row=1)  # a program that ends again sooner is left to Serve
+PASSED_ON_SECONDS = 0.5  # in which a forwarded request reaches its program
+MOVED_SECONDS = 1.0  # between two requests for the index's address
+READY_SECONDS = 50.0  # that a restarted program has to find a target before it gets requests
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ IndexOf: TypeAlias = "DeploymentHandle | str"  # the index's deployment, or its 
 
 
 def node_address() -> str:
-    """Return the address by which the cluster knows this node (`ray start --node-ip-address`)."""
+    """Return the address that the cluster uses for this node (`ray start --node-ip-address`)."""
     node_id = ray.get_runtime_context().get_node_id()
     return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
 
@@ -80,13 +80,13 @@ class IndexReplica:
         self._server = server
 
     async def place(self) -> IndexPlace:
-        """Return where the index is."""
+        """Return the index's address."""
         if self._server is None:
             raise Unavailable("the index is being started")
         return self._server.place
 
     async def check_health(self) -> None:
-        """Raise where the server has ended or does not answer."""
+        """Raise if the server has ended or does not answer."""
         if self._server is not None:
             await self._server.check()
 
@@ -101,7 +101,7 @@ class IndexReplica:
 
 
 class Supervising:
-    """What replicas of workers and of orchestrators have in common."""
+    """The parts that replicas of workers and of orchestrators share."""
 
     role: Role
 
@@ -110,14 +110,14 @@ class Supervising:
         self._place = IndexPlace("")
         self._supervisor: Supervisor | None = None
         self._restart: asyncio.Task[None] | None = None  # of a program that has ended by itself, or whose index moved
-        self._is_reconfiguring = False  # while other settings come, which no restart may overtake
+        self._is_reconfiguring = False  # while new settings are applied, which a restart must not overtake
         self._restarts = Restarts(IN_PLACE)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Start the program, or start it anew with other settings.
+        """Start the program, or restart it with new settings.
 
         Serve calls this after the constructor, for one replica after the other when `user_config` has changed, and
-        when only the rank of a replica has, which concerns no program.
+        when only the rank of a replica has changed, which does not matter to the program.
         """
         settings = read_program(self.role, user_config)
         if self._supervisor is not None and self._supervisor.settings == settings:
@@ -138,8 +138,8 @@ class Supervising:
         self._restarts.served()
 
     async def _start_where_index_is(self, settings: ProgramSettings, host: str) -> None:
-        """Start a program, and once more if the index moves meanwhile: a program that finds none ends."""
-        self._restarts = Restarts(IN_PLACE)  # what an earlier program did is no fault of this one
+        """Start a program, and again if the index moves meanwhile: a program ends if it finds no index."""
+        self._restarts = Restarts(IN_PLACE)  # the ends of an earlier program do not count
         try:
             await self._start(Supervisor(settings, host, self._place))
         except ConfigError:
@@ -151,10 +151,10 @@ class Supervising:
             await self._start(Supervisor(settings, host, place))
 
     async def check_health(self) -> None:
-        """Raise where this replica must be replaced.
+        """Raise if this replica must be replaced.
 
-        A program that has ended is started again here, once in a while; one whose index has moved is started anew each
-        time. Serve would take three checks to do that, and another process on a node with the same resources.
+        A program that has ended is restarted here, but not too often; one whose index has moved is restarted each
+        time. Serve would take three checks, and another process on a node with the same resources.
         """
         restart, supervisor = self._restart, self._supervisor
         if restart is not None and restart.done():
@@ -169,22 +169,22 @@ class Supervising:
                     return
                 if self._restarts.ended() is None:
                     raise
-                logger.warning("%s\nit is started again", exc)
+                logger.warning("%s\nrestarting it", exc)
                 self._restart = asyncio.create_task(self._start_again(supervisor))
                 return
         place = await self._index_now()
         if place == self._place or supervisor is not self._supervisor or self._is_reconfiguring:
             return
-        logger.warning("the index has moved from %s to %s: the program starts anew", self._place.url, place.url)
+        logger.warning("the index has moved from %s to %s: restarting the program", self._place.url, place.url)
         self._restart = asyncio.create_task(self._start_elsewhere(supervisor, place, restart))
 
     async def _start_again(self, ended: Supervisor) -> None:
-        """Start a program again without asking Ray for anything, as its head may go meanwhile."""
+        """Restart a program without calls to Ray, as its head may be lost meanwhile."""
         await run_to_completion(self._stop())
         await self._start(Supervisor(ended.settings, ended.host, self._place))
 
     async def _start_elsewhere(self, before: Supervisor, place: IndexPlace, restart: asyncio.Task[None] | None) -> None:
-        """Start a program anew at the index's new place, also one that a `restart` is starting at the old one."""
+        """Restart a program at the index's new address, even if `restart` is starting it at the old one."""
         self._place = place
         if restart is not None:
             await run_to_completion(end(restart))
@@ -196,7 +196,7 @@ class Supervising:
         await self._end()
 
     async def _leave(self) -> None:
-        """Let the program drain before another is started in its place, as it has the GPU; may be overridden."""
+        """Let the program drain before its successor starts, as it has the GPU; may be overridden."""
         await self._stop()
 
     async def _end(self) -> None:
@@ -217,14 +217,14 @@ class Supervising:
             await supervisor.stop()
 
     async def _index_now(self) -> IndexPlace:
-        """Return where the index is, or was while none answers: it is being replaced, and streams go on without it."""
+        """Return the index's address, or the last known one while the index is being replaced; streams continue."""
         try:
             return await self._find_index(ASK_SECONDS)
         except Unavailable:
             return self._place
 
     async def _placed_index(self) -> IndexPlace:
-        """Wait until the index is placed: whoever is asked may be one that is being replaced, and fail."""
+        """Wait until the index is placed: a call may reach a replica that is being replaced, and fail."""
         deadline = time.monotonic() + INDEX_SECONDS
         while True:
             try:
@@ -247,7 +247,7 @@ class Supervising:
         except TimeoutError as exc:
             raise Unavailable(f"the deployment {INDEX} does not answer within {timeout_seconds:g} s") from exc
         except Exception as exc:  # Serve raises various classes where a deployment has no replica
-            raise Unavailable(f"the deployment {INDEX} does not say where the index is: {exc!r}") from exc
+            raise Unavailable(f"the deployment {INDEX} does not report the index's address: {exc!r}") from exc
 
 
 class TargetReplica(Supervising):
@@ -277,7 +277,7 @@ class OrchestratorReplica(Supervising):
         super().__init__(index)
         self._workers = workers
         self._door = Door()
-        self._leaving: set[asyncio.Task[None]] = set()  # of programs that drain beside their successors
+        self._leaving: set[asyncio.Task[None]] = set()  # of programs that drain while their successors run
         self._has_served = False
 
     async def __call__(self, request: Request) -> Response:
@@ -285,7 +285,7 @@ class OrchestratorReplica(Supervising):
         return await self._door.forward(request)
 
     async def check_health(self) -> None:
-        """Raise where this replica must be replaced; requests that wait for its program are refused then."""
+        """Raise if this replica must be replaced; requests that wait for its program are then refused."""
         try:
             await super().check_health()
         except Exception:
@@ -294,14 +294,14 @@ class OrchestratorReplica(Supervising):
         self._door.undo_give_up()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return how many requests run and wait, by whichever port they came in."""
+        """Return how many requests run and wait, from all ports."""
         loads = await self._supervisor.loads() if self._supervisor else None
         return {REQUESTS: float(loads.num_requests_running + loads.num_requests_waiting) if loads else 0.0}
 
     async def _leave(self) -> None:
-        """Let the program drain beside its successor: it leaves its ports at once, and what runs there goes on.
+        """Let the program drain while its successor starts: it closes its ports at once, and its requests continue.
 
-        Requests that come by Serve's proxy wait until the successor serves.
+        Requests through Serve's proxy wait until the successor serves.
         """
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
@@ -314,7 +314,7 @@ class OrchestratorReplica(Supervising):
         await asyncio.gather(super()._end(), *self._leaving)
 
     async def _started(self, supervisor: Supervisor) -> None:
-        if self._has_served:  # requests wait, perhaps for a target that starts anew as well, unless it does elsewhere
+        if self._has_served:  # requests wait, possibly for a target that restarts too
             await first_of(supervisor.until_ready(READY_SECONDS), self._until_index_moves())
         self._has_served = True
         self._door.open(supervisor.forwarder())
@@ -326,7 +326,7 @@ class OrchestratorReplica(Supervising):
 
 
 async def _drained(supervisor: Supervisor, forwarder: Forwarder | None) -> None:
-    """End a program once what is being passed on has reached it, and the connections to it after it."""
+    """End a program once forwarded requests have reached it, and then close the connections to it."""
     await asyncio.sleep(PASSED_ON_SECONDS)
     await supervisor.stop()
     if forwarder is not None:
@@ -334,7 +334,7 @@ async def _drained(supervisor: Supervisor, forwarder: Forwarder | None) -> None:
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Bind all deployments to one another; the configuration says how many replicas each has, and where.
+    """Bind all deployments to one another; the configuration sets the number and place of replicas.
 
     Raise ConfigError naming an argument that is unknown.
     """

@@ -1,7 +1,7 @@
 """`python -m deploy.check FILE [--ray http://HEAD:8265]`: check a Serve configuration before it is deployed.
 
 Serve's own schema ignores unknown keys; here they are errors, and so is a setting in `user_config` that its program
-would refuse. --ray also checks that the cluster has the resources which the deployments ask for.
+would refuse. --ray also checks that the cluster has the resources that the deployments request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from deploy.settings import (
 
 IMPORT_PATH = "deploy.app:build"
 PER_REPLICA = "deploy.policies:PerReplica"
-METRIC_OF: Mapping[Role, str] = {Role.DRAFT: CALLS, Role.ORCHESTRATOR: REQUESTS}  # that its replicas tell Serve
+METRIC_OF: Mapping[Role, str] = {Role.DRAFT: CALLS, Role.ORCHESTRATOR: REQUESTS}  # that its replicas report to Serve
 MOST_SHOWN = 80  # characters of a refused value
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Ray's variable, on every node
 DICTS: Mapping[str, type[BaseModel]] = {  # fields of deployments that Serve takes as plain mappings, and checks later
@@ -71,11 +71,11 @@ def load(path: Path) -> dict[str, Any]:
 
 def check(config: Mapping[str, Any]) -> None:
     """Raise ConfigError, naming the key, for what Serve or one of bough's programs would refuse."""
-    for where, deployment in deployments_of(config):  # before Ray's own checks, which take each for a mapping
+    for where, deployment in deployments_of(config):  # before Ray's own checks, which assume that each is a mapping
         as_mapping(where, deployment)
         for name, model in DICTS.items():
             if isinstance(given := deployment.get(name), Mapping):
-                # The policy would be imported.
+                # Validation would import the policy.
                 _validated(model, {key: given[key] for key in given if key != "policy"}, f"{where}.{name}.")
     schema = _validated(ServeDeploySchema, config, "")
     for application in config["applications"]:
@@ -105,7 +105,7 @@ def _validated(model: type[Schema], value: Any, where: str) -> Schema:
 
 
 def require_resources(config: Mapping[str, Any], nodes: tuple[Node, ...]) -> None:
-    """Raise ConfigError for a deployment that fits on no node; the message says what it asks for and nodes have."""
+    """Raise ConfigError for a deployment that fits on no node; the message has its request and the nodes' resources."""
     alive = [node for node in nodes if node.is_alive]
     for _, deployment in deployments_of(config):
         wanted = wanted_resources(deployment)
@@ -115,14 +115,14 @@ def require_resources(config: Mapping[str, Any], nodes: tuple[Node, ...]) -> Non
         have = "; ".join(f"{node.host} has {node.describe_resources()}" for node in alive) or "there is no node"
         lacking = sorted(name for name in wanted if not any(node.resources.get(name, 0) for node in alive))
         missing = f" (no node has any {', '.join(lacking)})" if lacking else ""
-        raise ConfigError(f"{deployment['name']}: asks for {asked}; must be on one node{missing}: {have}")
+        raise ConfigError(f"{deployment['name']}: requests {asked}; must be on one node{missing}: {have}")
 
 
 def wanted_resources(deployment: Mapping[str, Any]) -> dict[str, float]:
-    """Return the resources that one replica asks for, by Ray's names. Raise ConfigError for what is no number."""
+    """Return the resources that one replica requests, by Ray's names. Raise ConfigError for invalid numbers."""
     given = deployment.get("ray_actor_options")
     options, num_cpus = given or {}, (given or {}).get("num_cpus")
-    if num_cpus is None:  # Serve's own default is 1; where no options are given, those of deploy.app hold
+    if num_cpus is None:  # Serve's own default is 1; without options, those of deploy.app apply
         num_cpus = 0 if given is None else 1
     wanted = {"CPU": num_cpus, "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
     try:
@@ -167,7 +167,7 @@ def orchestrator_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Or
 
 
 def _check_proxy(schema: ServeDeploySchema, orchestrator: OrchestratorConfig) -> None:
-    """Require that Serve's proxy is guarded at least as well as the orchestrator's own HTTP port."""
+    """Require that Serve's proxy has at least the guards of the orchestrator's own HTTP port."""
     if schema.proxy_location is ProxyLocation.Disabled:
         return
     program, options = f"{Role.ORCHESTRATOR.value}.user_config.program", schema.http_options
@@ -178,7 +178,7 @@ def _check_proxy(schema: ServeDeploySchema, orchestrator: OrchestratorConfig) ->
     if orchestrator.tls_client_ca:
         raise ConfigError(
             f"proxy_location: must be Disabled with {program}.tls_client_ca, got {schema.proxy_location.value}: "
-            "Serve's proxy asks no client for a certificate, so nothing that comes through it is forwarded"
+            "Serve's proxy does not ask clients for certificates, so nothing through it is forwarded"
         )
     if is_loopback(options.host):
         return
@@ -190,7 +190,7 @@ def _check_proxy(schema: ServeDeploySchema, orchestrator: OrchestratorConfig) ->
     if orchestrator.tls_cert and not options.ssl_certfile:
         raise ConfigError(
             f"http_options.ssl_certfile: missing; must be given, and ssl_keyfile, with {program}.tls_cert: otherwise "
-            "keys and texts cross the network to Serve's proxy as they are"
+            "keys and texts cross the network to Serve's proxy unencrypted"
         )
 
 
@@ -213,7 +213,7 @@ def _check_deployment(role: Role, deployment: Mapping[str, Any]) -> None:
     is_scaled = scaling or deployment.get("num_replicas") == "auto"
     if role is Role.TARGET and is_scaled:
         raise ConfigError(
-            "Target.num_replicas: must be a number, without autoscaling_config: targets start for minutes"
+            "Target.num_replicas: must be a number, without autoscaling_config: a target takes minutes to start"
         )
     if is_scaled:
         _check_policy(role, (scaling or {}).get("policy", {}))
@@ -224,7 +224,7 @@ def _check_index(deployment: Mapping[str, Any]) -> None:
     read_index(deployment.get("user_config", {}), f"{INDEX}.user_config")
     number = "several" if deployment.get("autoscaling_config") else deployment.get("num_replicas") or 1
     if number != 1:
-        raise ConfigError(f"{INDEX}.num_replicas: must be 1, got {number}: each would be an index of its own")
+        raise ConfigError(f"{INDEX}.num_replicas: must be 1, got {number}: each replica would be a separate index")
 
 
 def _check_policy(role: Role, value: Any) -> None:
@@ -244,12 +244,12 @@ def _check_policy(role: Role, value: Any) -> None:
     elif role is Role.DRAFT and "policy_function" not in policy:
         raise ConfigError(
             f"{where}.policy_function: missing; must be given, such as {PER_REPLICA}: Serve's own counts "
-            "requests that come by its proxy, and trees do not"
+            "requests through its proxy, which trees do not use"
         )
 
 
 def _require_room_for_ports(settings: ProgramSettings, deployment: Mapping[str, Any]) -> None:
-    """Raise ConfigError where two replicas with the same fixed port could be placed on one node."""
+    """Raise ConfigError if two replicas with the same fixed port could be placed on one node."""
     several = deployment.get("num_replicas", 1) != 1 or deployment.get("autoscaling_config")
     if not several or deployment.get("max_replicas_per_node") == 1:
         return
@@ -263,10 +263,10 @@ def _require_room_for_ports(settings: ProgramSettings, deployment: Mapping[str, 
 
 
 def main() -> int:
-    """Check the file; exit with status 2 and a one-line message where something is wrong."""
+    """Check the file; exit with status 2 and a one-line message if it is wrong."""
     parser = FlagParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="a configuration that `serve deploy` takes")
-    parser.add_argument("--ray", metavar="URL", help="dashboard of a cluster; its nodes must have what is asked for")
+    parser.add_argument("file", type=Path, help="a configuration for `serve deploy`")
+    parser.add_argument("--ray", metavar="URL", help="dashboard of a cluster that must have the resources")
     arguments = parser.parse_args()
     try:
         config = load(arguments.file)

@@ -16,33 +16,33 @@ from starlette.types import Receive, Scope, Send
 
 from bough.runtime.connections import connection_limit
 
-# Headers of one connection. The host is passed on: the orchestrator refuses foreign ones where it must. Serve's proxy
+# Headers of one connection. The host is forwarded, as the orchestrator may have to refuse foreign ones. Serve's proxy
 # itself sets the request's id, the server's name and the date.
 HOP_BY_HOP: Final = frozenset(
     {"connection", "expect", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
      "transfer-encoding", "upgrade"}
 )  # fmt: skip
 NOT_PASSED_BACK: Final = HOP_BY_HOP | {"x-request-id", "date", "server"}
-CLOSED = "this orchestrator is being started anew"
+CLOSED = "this orchestrator is being restarted"
 GIVEN_UP = "this orchestrator has ended, and another takes its place"
 NO_HTTP = (
-    "this orchestrator has no HTTP port that Serve's proxy may lead to: with --tls-client-ca clients show their "
+    "this orchestrator has no HTTP port that Serve's proxy may use: with --tls-client-ca clients show their "
     "certificates there themselves"
 )
-OPENING_SECONDS = 60.0  # for a program that is started anew, and for its target to come back
+OPENING_SECONDS = 60.0  # for a program that restarts, and for its target to come back
 AGAIN_SECONDS = 0.25  # between two attempts to connect to one that has ended
-MOST_WAITING = 256  # requests that wait for that
-SHORT_BYTES = 1 << 16  # of a body, less than what connections hold for a reader who has not asked for it
-CONNECT_SECONDS = 5.0  # for a connection to open, and to get its turn where there are too many
+MOST_WAITING = 256  # requests that wait for a restart
+SHORT_BYTES = 1 << 16  # of a body; less than connections buffer for a reader that does not read yet
+CONNECT_SECONDS = 5.0  # for a connection to open, including the wait if there are too many
 
 
 def most_connections() -> int:
-    """Limit of connections to an orchestrator, and so of requests at once: half of the process's file descriptors."""
+    """Limit of connections to an orchestrator, and of concurrent requests: half of the process's file descriptors."""
     return connection_limit(num_descriptors=2)
 
 
 class NotReached(Exception):
-    """No program listens at the address, so nothing of the request has been sent, and it may be sent again."""
+    """No program listens at the address. Nothing of the request has been sent, so it may be sent again."""
 
 
 class Forwarder:
@@ -62,9 +62,10 @@ class Forwarder:
     async def forward(self, request: Request) -> Response:
         """Return the upstream's answer; a client that hangs up also ends the upstream's request.
 
-        A body is passed on as it comes, so that the upstream's limits hold: a long one once the upstream asks for it,
-        so that nothing is read of a request that it refuses by its head; a short one at once, to save a round trip. A
-        length beside chunks is not passed on: what is beyond it would be the next request of the connection.
+        A body is forwarded as it arrives, which keeps the upstream's limits in force. A long one waits until the
+        upstream asks for it, as the upstream may refuse the request by its head; a short one is sent at once, to save a
+        round trip. A length given together with chunks is dropped: bytes beyond it would become the connection's next
+        request.
 
         Raises:
         NotReached: the upstream has ended, and nothing has been read of the body.
@@ -96,17 +97,17 @@ class Forwarder:
 
 
 class Door:
-    """Forwards to an orchestrator's program; while that is started anew, requests wait for it."""
+    """Forwards to an orchestrator's program; requests wait while it restarts."""
 
     def __init__(self) -> None:
-        """Closed; nobody is let in before `open`."""
+        """Closed: requests wait until `open`."""
         self._is_open = asyncio.Event()
         self._forwarder: Forwarder | None = None
         self._refusal = ""  # of those who cannot be let in; without one they wait
         self._num_waiting = 0
 
     async def forward(self, request: Request) -> Response:
-        """Return the program's answer, or status 503 where there is none in time or too many wait."""
+        """Return the program's answer, or status 503 if there is none in time or too many requests wait."""
         deadline = asyncio.get_running_loop().time() + OPENING_SECONDS
         while True:
             if self._is_open.is_set() and self._forwarder is not None:
@@ -116,7 +117,7 @@ class Door:
                 return unavailable(refusal)
 
     async def _waited(self, deadline: float) -> str:
-        """Wait for a program to connect to; return why no longer, or "" where there may be one now."""
+        """Wait for a program to connect to. Return the reason to give up, or "" if there may be a program now."""
         if self._num_waiting >= MOST_WAITING:
             return f"{CLOSED}, and {self._num_waiting} requests wait for it"
         self._num_waiting += 1
@@ -132,30 +133,30 @@ class Door:
         return ""
 
     def open(self, forwarder: Forwarder | None) -> None:
-        """Let requests in; without a forwarder they are refused."""
+        """Admit requests; without a forwarder they are refused."""
         self._forwarder = forwarder
         self._refusal = "" if forwarder is not None else NO_HTTP
         self._is_open.set()
 
     def give_up(self) -> None:
-        """Let nobody wait any more, as no program is started here again. One that runs is still forwarded to."""
+        """Let no request wait any more: no program will start here. A running one still gets requests."""
         self._refusal = GIVEN_UP
         self._is_open.set()
 
     def undo_give_up(self) -> None:
-        """Take `give_up` back, as one check that fails does not replace a replica."""
+        """Undo `give_up`, as a single failed check does not replace a replica."""
         if self._refusal == GIVEN_UP:
             self._refusal = ""
             if self._forwarder is None:
                 self._is_open.clear()
 
     def pause(self) -> None:
-        """Let new requests wait from now on; those that are being forwarded go on."""
+        """Let new requests wait from now on; forwarded ones continue."""
         self._refusal = ""
         self._is_open.clear()
 
     def release(self) -> Forwarder | None:
-        """Let new requests wait; return the forwarder of those that go on, which the caller closes after them."""
+        """Let new requests wait; return the forwarder of the running ones, which the caller closes after them."""
         self.pause()
         forwarder, self._forwarder = self._forwarder, None
         return forwarder
@@ -167,7 +168,7 @@ class Door:
 
 
 class _Answer(StreamingResponse):
-    """An upstream's answer, streamed as it comes. Ended early it closes the connection, which tells the upstream."""
+    """An upstream's answer, streamed as it arrives. An early end closes the connection, which the upstream notices."""
 
     def __init__(self, upstream: aiohttp.ClientResponse) -> None:
         super().__init__(upstream.content.iter_any(), status_code=upstream.status)
@@ -177,7 +178,7 @@ class _Answer(StreamingResponse):
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer, piece by piece as it comes."""
+        """Send the answer, piece by piece as it arrives."""
         try:
             await super().__call__(scope, receive, send)
         finally:

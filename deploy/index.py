@@ -1,4 +1,4 @@
-"""The index that Serve supervises: a Valkey server on a fixed port of its replica's node, and the TLS that it has not.
+"""The index that Serve supervises: a Valkey server on a fixed port of its replica's node, and TLS in front of it.
 
 The index is never the truth (DESIGN, rule 4), so nothing is saved: heartbeats, and the next record of each running
 session, restore what a restart loses.
@@ -37,9 +37,9 @@ START_SECONDS = 20.0
 READY = "Ready to accept connections"
 STOP_SECONDS = 5.0
 NO_SECRETS: tuple[str, ...] = ()
-PIECE_BYTES = 65536  # that are passed on at once
+PIECE_BYTES = 65536  # copied in one step
 
-# Settings of a program, by what the index's URL calls them.
+# Settings of a program, by their names in the index's URL.
 _PASSWORD = {PASSWORD_FILE: "worker_key_file"}
 _TLS = {"ssl_ca_certs": "tls_ca", "ssl_certfile": "tls_cert", "ssl_keyfile": "tls_key"}
 
@@ -54,13 +54,13 @@ class IndexPlace(NamedTuple):
     has_tls: bool = False  # with certificates of the processes' authority
 
     def url_for(self, config: ServiceConfig) -> str:
-        """Return the URL for a process with these settings. Raise ConfigError naming the setting that it lacks."""
+        """Return the URL for a process with these settings. Raise ConfigError naming a missing setting."""
         wanted = (_PASSWORD if self.has_password else {}) | (_TLS if self.has_tls else {})
         for setting in wanted.values():
             if not getattr(config, setting):
                 variable = f"BOUGH_{setting.upper()}"
                 raise ConfigError(
-                    f"program.{setting}: missing; must be given, or {variable} set, as the index asks for it"
+                    f"program.{setting}: missing; must be given, or {variable} set, as the index requires it"
                 )
         settings = {query: getattr(config, setting) for query, setting in wanted.items()}
         return f"{self.url}?{urlencode(settings)}" if settings else self.url
@@ -95,7 +95,7 @@ class IndexServer:
         except BaseException:
             self._folder.cleanup()
             raise
-        try:  # the front comes last, as nothing ends its thread if something after it fails
+        try:  # the front comes last: if a later step failed, nothing would end its thread
             context = self._access.worker_context
             self._front = None if context is None else TlsFront(self._socket, context)
         except BaseException:
@@ -107,7 +107,7 @@ class IndexServer:
     async def wait(self) -> None:
         """Wait until it answers. Raise ConfigError if it has ended instead, for example as its port is in use.
 
-        An index that does not come to answer is stopped.
+        An index that does not answer in time is stopped.
         """
         try:
             await self._answers()
@@ -121,7 +121,7 @@ class IndexServer:
             if self._child.has_ended():
                 raise ConfigError(self._child.describe_end())
             if time.monotonic() > deadline:
-                raise Unavailable(f"the index at {self.place.url} does not come up:\n{self._child.tail()}")
+                raise Unavailable(f"the index at {self.place.url} does not start:\n{self._child.tail()}")
             await asyncio.sleep(0.05)
         if self._front is not None:
             await self._front.listen(self._host, self._settings.port)
@@ -190,9 +190,9 @@ def most_connections() -> int:
 
 
 class TlsFront:
-    """Forwards connections from a TLS port to a Unix socket, on a thread and an event loop of its own.
+    """Forwards connections from a TLS port to a Unix socket, on its own thread and event loop.
 
-    Ray's loops are uvloop's, whose `start_tls` loses the handshake's first bytes where they have come before it.
+    Ray's loops are uvloop's, whose `start_tls` loses bytes of the handshake that arrive before it.
     """
 
     def __init__(self, socket: Path, context: Callable[[], ssl.SSLContext]) -> None:
@@ -205,7 +205,7 @@ class TlsFront:
         self._thread.start()
 
     async def listen(self, host: str, port: int) -> None:
-        """Listen; each connection gets the certificates of its time. Raise ConfigError if the port is in use."""
+        """Listen; each connection gets the current certificates. Raise ConfigError if the port is in use."""
         try:
             self._server = await self._there(self._loop.create_server(self._handshakes, host, port))
         except OSError as exc:
@@ -239,7 +239,7 @@ class TlsFront:
         connection.task.add_done_callback(lambda _: self._end(connection, writer))
 
     def _end(self, connection: _Forwarded, writer: asyncio.StreamWriter) -> None:
-        """Close the peer's connection, also where its task was cancelled before it began."""
+        """Close the peer's connection, even if its task was cancelled before it began."""
         self._connections.discard(connection)
         writer.transport.abort()
 
@@ -254,7 +254,7 @@ class TlsFront:
 
 @dataclass(frozen=True, slots=True)
 class _Forwarded:
-    """A connection after its handshake. It counts as busy: its peer has shown a certificate."""
+    """A connection after its handshake. It counts as busy: its peer has a valid certificate."""
 
     task: asyncio.Task[None]
     idle_since: None = None

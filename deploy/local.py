@@ -1,4 +1,4 @@
-"""bough under Ray Serve on one machine: starts a Ray node, deploys on it, and says how to send requests."""
+"""bough under Ray Serve on one machine: starts a Ray node, deploys on it, and prints how to send requests."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ HOST = "127.0.0.1"
 PROGRAM = f"{Role.ORCHESTRATOR.value}.user_config.program"
 POLL_SECONDS = 1.0
 STOP_SECONDS = 60.0  # for all replicas to drain
-DRAIN_SECONDS = 25.0  # of an orchestrator: whoever presses Ctrl-C does not want to wait for ten minutes
-OBJECT_STORE_BYTES = 100 * 1000**2  # the least that Ray takes: nothing of ours goes through it
-OF_ALL = frozenset(f.name for f in fields(ServiceConfig))  # settings that a worker without weights has, too
+DRAIN_SECONDS = 25.0  # of an orchestrator: a user who presses Ctrl-C does not want to wait for ten minutes
+OBJECT_STORE_BYTES = 100 * 1000**2  # the least that Ray accepts: bough does not use it
+OF_ALL = frozenset(f.name for f in fields(ServiceConfig))  # settings that a simulated worker has too
 HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": "8404", "RAY_SERVE_HAPROXY_METRICS_PORT": "9101"}  # Ray's defaults
 HAPROXY_SCRIPT = Path(__file__).with_name("haproxy.sh")
 parse_any_port = number(int, -1, MAX_PORT)
-NUM_RESOURCES = 8  # of each kind that a deployment asks for: more than it needs, as there is one node only
-TAKING_IN = "Serve to take the application in"
+NUM_RESOURCES = 8  # of each kind that a deployment requests: more than needed, as there is only one node
+TAKING_IN = "Serve to accept the application"
 
 OPENAI = """{ca}python -c '
 import os
@@ -75,7 +75,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> None:
-    """Serve until a signal, which raises Stopped. Raise BoughError where the user has to correct something."""
+    """Serve until a signal, which raises Stopped. Raise BoughError for an error that the user must correct."""
     catch_signals()
     if simulate:
         load_profile(simulate)  # errors in it are reported before anything starts
@@ -122,7 +122,7 @@ def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
 
 
 def ports_of(config: Mapping[str, Any], dashboard_port: int) -> dict[str, int]:
-    """Return all ports that must be free, by the settings that give them. Raise ConfigError for what is no port."""
+    """Return all ports that must be free, by their settings. Raise ConfigError for an invalid port."""
     ports: dict[str, Any] = {"--dashboard-port": dashboard_port}
     if config.get("proxy_location") != "Disabled":
         ports["--port (or http_options.port)"] = http_port(config)
@@ -144,11 +144,11 @@ def ports_of(config: Mapping[str, Any], dashboard_port: int) -> dict[str, int]:
 
 
 def end_haproxy_with_ray() -> None:
-    """Have Ray run HAProxy through a script by which it ends with Ray's process.
+    """Have Ray run HAProxy through a script that ends it together with Ray's process.
 
-    Raise ConfigError where Ray finds no HAProxy: it would serve without any HTTP port, and say so in a log alone.
+    Raise ConfigError if Ray finds no HAProxy: it would serve without any HTTP port, and only log that.
     """
-    from ray.serve._private.haproxy import get_haproxy_binary  # loads jinja2, for those who use it
+    from ray.serve._private.haproxy import get_haproxy_binary  # imported here, as it loads jinja2
 
     try:
         binary = get_haproxy_binary()
@@ -161,12 +161,12 @@ def end_haproxy_with_ray() -> None:
 
 @contextmanager
 def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[str]:
-    """Run a Ray cluster of one node with the resources that the configuration asks for, until the block ends.
+    """Run a Ray cluster of one node with the resources that the configuration requests, until the block ends.
 
     Yields the URL of its dashboard.
-    Raise Unavailable where a part of it does not start within Ray's own limits, two of which `deploy.up` sets.
+    Raise Unavailable if a part does not start within Ray's own time limits, two of which `deploy.up` sets.
     """
-    print("starting a Ray node, for which a busy machine may take minutes", file=sys.stderr, flush=True)
+    print("starting a Ray node; a busy machine may take minutes", file=sys.stderr, flush=True)
     try:
         ray.init(
             address="local",  # a new cluster, even if RAY_ADDRESS names one or one runs here
@@ -177,7 +177,7 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[str]:
             log_to_driver=False,
             logging_level="ERROR",
         )
-    except Exception as exc:  # Ray raises plain ones where a part of its node is not there in time
+    except Exception as exc:  # Ray raises plain exceptions if a part of its node does not start in time
         ray.shutdown()
         raise Unavailable(f"the Ray node did not start: {exc}") from exc
     catch_signals()  # again, as Ray has replaced the handlers
@@ -189,9 +189,9 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[str]:
 
 
 def node_to_be(config: Mapping[str, Any]) -> Node:
-    """Return the node that `ray_node` would start, with what Ray finds on this machine, such as GPUs.
+    """Return the node that `ray_node` would start, with the resources that Ray finds on this machine, such as GPUs.
 
-    Raise Unavailable where Ray would start none, as with too little memory.
+    Raise Unavailable if Ray would not start one, for example with too little memory.
     """
     try:
         spec = ResourceAndLabelSpec(**_node_options(config)).resolve(is_head=True, node_ip_address=HOST)
@@ -201,7 +201,7 @@ def node_to_be(config: Mapping[str, Any]) -> Node:
 
 
 def deploy(config: Mapping[str, Any]) -> None:
-    """Start Serve and deploy, as `serve run` does. Raise Unavailable where Serve does not take the configuration."""
+    """Start Serve and deploy, as `serve run` does. Raise Unavailable if Serve does not accept the configuration."""
     _say_waiting(TAKING_IN)
     schema = ServeDeploySchema.model_validate(config)
     try:
@@ -214,11 +214,11 @@ def deploy(config: Mapping[str, Any]) -> None:
         _get_global_client().deploy_apps(schema)
     except Exception as exc:  # Ray raises plain ones, with the traceback of another process in their text
         last = (str(exc).strip().splitlines() or [repr(exc)])[-1]
-        raise Unavailable(f"Serve does not take the configuration: {last}") from exc
+        raise Unavailable(f"Serve does not accept the configuration: {last}") from exc
 
 
 def watch(endpoints: Endpoints, dashboard_url: str) -> None:
-    """Say what is waited for, and how to ask, until a signal. Raise ConfigError where Serve gives the deployment up."""
+    """Until a signal, print what is missing, then how to send requests. Raise ConfigError if Serve gives up."""
     said, is_ready = TAKING_IN, False
     while True:
         try:
@@ -235,7 +235,7 @@ def watch(endpoints: Endpoints, dashboard_url: str) -> None:
 
 
 def waits_for(applications: Mapping[str, ApplicationStatusOverview], endpoints: Endpoints) -> str:
-    """Return why no request can be served yet, empty if one can. Raise ConfigError where none ever will."""
+    """Return why no request can be served yet, empty if one can. Raise ConfigError if none ever will."""
     waiting = list[str]()
     for name, application in applications.items():
         unhealthy = {key: each for key, each in application.deployments.items() if each.status != "HEALTHY"}
@@ -269,16 +269,16 @@ def _say_waiting(what: str) -> None:
 def _stop() -> None:
     """Let every replica drain; a second Ctrl-C stops at once.
 
-    Serve's controller is told, and not the dashboard, which a terminal's Ctrl-C ends as well.
+    The request goes to Serve's controller, not to the dashboard, which a terminal's Ctrl-C ends too.
     """
-    print(f"ending everything; what runs may finish, {STOP_SECONDS:g} s at most", file=sys.stderr, flush=True)
+    print(f"stopping; running requests may finish, {STOP_SECONDS:g} s at most", file=sys.stderr, flush=True)
     with suppress(Stopped, RayError):
         if client := _get_global_client(raise_if_no_controller_running=False):
             client.shutdown(STOP_SECONDS)
 
 
 def _node_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Ray is told of its node; the rest it finds out by itself."""
+    """Return Ray's settings for its node; Ray detects the rest by itself."""
     asked = [(each.get("ray_actor_options") or {}).get("resources") or {} for _, each in deployments_of(config)]
     return {
         "num_cpus": max(2, os.cpu_count() or 1),
@@ -314,13 +314,13 @@ class Endpoints:
         return cls(orchestrator, f"{HOST}:{orchestrator.port}", f"{scheme}://{HOST}:{port}")
 
     def client(self) -> Client:
-        """Return a client; it shows the secret of all processes, if there is one, and may then ask for the status."""
+        """Return a client. It sends the secret of all processes, if there is one, which lets it request the status."""
         key_file = self.orchestrator.worker_key_file
         key = WorkerKey(key_file).file.value[0] if key_file else None
         return Client(self.address, api_key=key, certificates=files_towards(self.orchestrator))
 
     def how_to_ask(self, dashboard_url: str) -> str:
-        """Return three example calls; they take an application's key from BOUGH_API_KEY where one is required."""
+        """Return three example calls; they read an application's key from BOUGH_API_KEY if one is required."""
         files = files_towards(self.orchestrator)
         text = TEXT if not files.cert else TEXT.replace(OPENAI, "")  # OpenAI's client needs code to show a certificate
         return text.format(
@@ -330,7 +330,7 @@ class Endpoints:
             url=self.url,
             dashboard=dashboard_url,
             activation=activation(),
-            ready="ready; with a key of yours in BOUGH_API_KEY," if self.orchestrator.keys else "ready;",
+            ready="ready; with your API key in BOUGH_API_KEY," if self.orchestrator.keys else "ready;",
             api_key='os.environ["BOUGH_API_KEY"]' if self.orchestrator.keys else '"none"',
             ca=f"SSL_CERT_FILE={files.authority} " if files.authority else "",
             question=QUESTION,

@@ -1,4 +1,4 @@
-"""Autoscaling policies. Serve imports them by path, and applies its own delays to their answers."""
+"""Autoscaling policies. Serve imports them by path, and applies its own delays to their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PerReplica:
         self._metric, self._most = metric, most
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """Return the number of replicas, which Serve rounds up; the present number while no metric is known.
+        """Return the number of replicas, which Serve rounds up; the current number while no metric is known.
 
         `context` is Ray's `AutoscalingContext`.
         """

@@ -22,7 +22,7 @@ from bough.rpc.services import DRAFT, GENERATION, TARGET
 
 INDEX_PORT = 7412  # not 6379, which Ray's own GCS listens on
 STOP_SECONDS = 45.0  # for a replica to drain: the program's own 25 s, and its exit
-ORCHESTRATOR_DRAIN_SECONDS = 600.0  # by default: as long as OpenAI's clients wait, since others serve meanwhile
+ORCHESTRATOR_DRAIN_SECONDS = 600.0  # default: as long as OpenAI's clients wait, as other replicas serve meanwhile
 PORTS = ("port", "http_port", "metrics_port")  # settings of programs
 DEMONSTRATION = "demonstration"  # as a model: the one that `bough demo` writes
 SUPERVISED = frozenset({"advertise", "advertise_port", "index_url"})  # set by the supervisor only
@@ -72,17 +72,17 @@ DEPLOYMENTS = (INDEX, *(role.value for role in Role))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """How a replica looks after its program."""
+    """How a replica supervises its program."""
 
     niceness: int = setting(0, "niceness of the program; Ray's own processes have 15 by default", number(int, -20, 19))
     start_seconds: float = setting(3600.0, "seconds in which the program must be ready to serve", parse_seconds)
     silent_seconds: float = setting(
-        30.0, "seconds after which a program that does not answer is ended and replaced", parse_seconds
+        30.0, "seconds after which a program that does not answer is replaced", parse_seconds
     )
     stall_seconds: float = setting(
-        600.0, "seconds without an ended sweep (or draft step) while calls wait, after which it is, too", parse_seconds
+        600.0, "seconds without a finished sweep or draft step, with calls waiting, until it is replaced", parse_seconds
     )
-    log_folder: str = setting("", "folder for the program's log; the system's folder for temporary files if empty")
+    log_folder: str = setting("", "folder for the program's log; empty is the system's folder for temporary files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ class IndexSettings(ServiceConfig):
     """
 
     host: str = setting("", "address to listen on; empty is the node's own")
-    port: int = setting(INDEX_PORT, "port of the index: the same after a restart, so that it is found", parse_port)
+    port: int = setting(INDEX_PORT, "port of the index; clients need it to be the same after a restart", parse_port)
     memory: int = setting(
-        2048, "MB that the index may take: more than clients can have in it, or it is full", number(int, LEAST_INDEX_MB)
+        2048, "MB that the index may use; it must exceed what clients can store", number(int, LEAST_INDEX_MB)
     )
 
 
@@ -115,10 +115,8 @@ class IndexSettings(ServiceConfig):
 class AppSettings:
     """The `args` of the application."""
 
-    index_url: str = setting(
-        "", "an index of your own; $NAME is the value of that variable on each node. Empty deploys one"
-    )
-    drafts: bool = setting(True, "no leaves out the draft workers")
+    index_url: str = setting("", "URL of an existing index, or $NAME for that variable on each node; empty deploys one")
+    drafts: bool = setting(True, "no: deploy no draft workers")
 
 
 def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_config") -> ProgramSettings:
@@ -152,7 +150,7 @@ def read_index(user_config: Mapping[str, Any], where: str = "user_config") -> In
 
 
 def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others: Sequence[str] = ()) -> Config:
-    """Parse a mapping into a settings class; `others` are allowed names that are read elsewhere.
+    """Parse a mapping into a settings class; `others` are further allowed names, which other code reads.
 
     Raise ConfigError naming a setting that is unknown or cannot be parsed.
     """
@@ -188,7 +186,7 @@ def as_mapping(where: str, value: Any) -> Mapping[str, Any]:
 
 
 def _text(where: str, value: Any) -> str:
-    """Return a value in the form that flags have. Raise ConfigError for what is none."""
+    """Return a value as text for a flag. Raise ConfigError for a list or mapping without such a form."""
     if value is None or isinstance(value, Mapping):
         raise ConfigError(f"{where}: must be a value, or left out, got {value!r}")
     if isinstance(value, list):
@@ -199,7 +197,7 @@ def _text(where: str, value: Any) -> str:
 
 
 def _variable(where: str, value: Any) -> str:
-    """Return an environment variable's value; BOUGH_ ones are refused, as the supervisor must know settings too."""
+    """Return an environment variable's value; BOUGH_ ones are refused, as the supervisor needs them too."""
     if where.rpartition(".")[2].startswith("BOUGH_"):
         raise ConfigError(f"{where}: must be under program, got {value!r}")
     return _text(where, value)

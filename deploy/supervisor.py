@@ -43,22 +43,27 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 CALL_SECONDS = 5.0  # within which a program must answer a health check
-GPUS = "CUDA_VISIBLE_DEVICES"  # set by Ray in replicas that ask for GPUs
-UNASKED_SECONDS = 60.0  # longer without a check than Serve leaves: nobody has asked meanwhile
-LEAVING_SECONDS = 30.0  # within which an orchestrator that drains has left its ports
+GPUS = "CUDA_VISIBLE_DEVICES"  # set by Ray in replicas that request GPUs
+UNASKED_SECONDS = 60.0  # longer than Serve's interval of checks: there were no checks meanwhile
+LEAVING_SECONDS = 30.0  # within which a draining orchestrator has closed its ports
 
 
 class Supervisor:
     """One program; none before `start` and after `stop`."""
 
     def __init__(self, settings: ProgramSettings, host: str, index: IndexPlace) -> None:
-        """Prepare a program that listens on `host`, this node's address, and is announced with it.
+        """Prepare a program that listens on `host`, this node's address, and advertises it.
 
         Raise ConfigError naming a setting, or an environment variable of this node, that is unusable.
         """
         self.settings, self.host = settings, bare(host)
-        # `stop` waits for as long as the configuration says: a variable of the node must not change it.
-        fixed = ("--host", self.host, "--drain-seconds", str(settings.config.drain_seconds))  # the last of equal ones
+        # A variable of the node must not change how long `stop` waits.
+        fixed = (
+            "--host",
+            self.host,
+            "--drain-seconds",
+            str(settings.config.drain_seconds),
+        )  # the last of equal flags counts
         config = parse(self.role.config, self.role.module, [*settings.flags, *fixed], os.environ)
         self._index_url = index.url_for(config)
         config = replace(config, port=config.port or free_port(self.host))
@@ -131,7 +136,7 @@ class Supervisor:
         command = python(module, *to_flags(self._config, excluding=("index_url",)))
         variables = child_variables(self.settings, self._index_url)
         gpus, seconds = os.environ.get(GPUS, ""), self._timeout_seconds
-        if self.role is Role.ORCHESTRATOR:  # it needs no GPU, and an earlier one leaves its ports before it drains
+        if self.role is Role.ORCHESTRATOR:  # it needs no GPU, and an earlier one closes its ports before it drains
             gpus, seconds = "", LEAVING_SECONDS
         async with gpu_lock(module, gpus, seconds) as held:
             for name in PORTS:
@@ -146,7 +151,7 @@ class Supervisor:
         return self.settings.config.drain_seconds + DRAIN_MARGIN_SECONDS
 
     async def check(self) -> None:
-        """Return while the program is well or may recover by itself.
+        """Return if the program is healthy or may recover by itself.
 
         Raise Unavailable if it has ended, or was silent or stalled for too long and has been killed.
         """
@@ -160,7 +165,7 @@ class Supervisor:
         try:
             problem = await self._problem()
         except BoughError as exc:
-            # Only while somebody asks: nobody does while Ray has no head.
+            # Only time with checks counts: there are none while Ray has no head.
             if self._silent_since is None or began - self._checked > UNASKED_SECONDS:
                 self._silent_since = began
             silent_seconds = time.monotonic() - self._silent_since
@@ -171,7 +176,7 @@ class Supervisor:
             self._checked = time.monotonic()
         if problem:
             child.process.kill()
-            raise Unavailable(f"{self.role.module} at {self.address} {problem}; its process was ended")
+            raise Unavailable(f"{self.role.module} at {self.address} {problem}; its process was killed")
 
     async def loads(self) -> Loads:
         return read(await self._ask("GetLoads", generation_pb2.GetLoadsRequest()), Loads)
@@ -180,7 +185,7 @@ class Supervisor:
         return read(await self._ask("GetServerInfo", common_pb2.GetServerInfoRequest()), WorkerInfo)
 
     async def _ask(self, method: str, request: object) -> Any:
-        """Call the program. Raises the error that its status, or a timeout, maps to."""
+        """Call the program. Raises the error for its status, or for a timeout."""
         call = getattr(stub_of(self.role.service, self._channel.current), method)
         try:
             return await call(request, timeout=CALL_SECONDS, metadata=self._access.credentials)
@@ -188,7 +193,7 @@ class Supervisor:
             raise to_error(exc, self.address) from exc
 
     async def stop(self) -> None:
-        """Let the program drain for as long as its own settings say, and end it."""
+        """Let the program drain for the time in its settings, and end it."""
         if self._child is not None:
             await stop_program(self._child, self._timeout_seconds, self.settings.supervision.log_folder)
         await self._channel.close()
@@ -196,21 +201,20 @@ class Supervisor:
             self._own_key.close()
 
     async def _require_answers(self, child: Child) -> None:
-        """Raise ConfigError where the program refuses calls of its supervisor: health checks alone do not show this."""
+        """Raise ConfigError if the program would refuse calls of its supervisor: health checks do not show this."""
         try:
             await (self.loads() if self.role is Role.ORCHESTRATOR else self.info())
         except Unauthenticated as exc:
             child.process.terminate()
             names = ",".join(self._config.tls_peer_names)
             raise ConfigError(
-                "program.tls_peer_names: must have a name of its own certificate, which its supervisor shows, got "
-                + names
+                "program.tls_peer_names: must name its own certificate, which its supervisor presents, got " + names
             ) from exc
 
     async def _problem(self) -> str:
-        """Return what is wrong with a program that answers, or "". Raise the error of one that does not answer."""
+        """Return the problem of a program that answers, or "". Raise the error if it does not answer."""
         if self.role is Role.ORCHESTRATOR:
-            with suppress(Unauthenticated):  # an answer too
+            with suppress(Unauthenticated):  # counts as an answer
                 await self.loads()
             self._silent_since = None
             return ""
@@ -224,10 +228,10 @@ class Supervisor:
 
 
 async def until_free(name: str, host: str, port: int, timeout_seconds: float) -> None:
-    """Wait for an earlier program to leave the port that the setting `name` gives, as one whose replica died drains.
+    """Wait for an earlier program, whose replica died and which still drains, to close the port of the setting `name`.
 
-    Other errors of the address are left to the program to report. Raise ConfigError if the port is in use still: that
-    server would be taken for the program.
+    The program itself reports other errors of the address. Raise ConfigError if the port stays in use: its server
+    would be mistaken for the program.
     """
 
     def is_free() -> bool:
@@ -245,7 +249,7 @@ async def until_free(name: str, host: str, port: int, timeout_seconds: float) ->
 
 
 def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]:
-    """Return variables that are added to the node's environment, or override it.
+    """Return variables that extend or override the node's environment.
 
     Ray sets OMP_NUM_THREADS to 1 in its workers. The index's URL is a variable, as it may contain a password.
     """
@@ -254,7 +258,7 @@ def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]
 
 
 def _key_of_its_own(config: ServiceConfig) -> IO[str] | None:
-    """Return a file with a new secret, deleted when closed, for an orchestrator that requires keys for its load.
+    """Return a file with a new secret, deleted when closed, for an orchestrator that requires keys to report its load.
 
     None if keys are not required, or if all processes share a secret, which the supervisor then uses.
     """
@@ -268,10 +272,10 @@ def _key_of_its_own(config: ServiceConfig) -> IO[str] | None:
 
 @asynccontextmanager
 async def gpu_lock(module: str, gpus: str, timeout_seconds: float) -> AsyncIterator[int]:
-    """Wait until no earlier program has these GPUs, as in GPUS, or until `timeout_seconds` have passed; "" are none.
+    """Wait until no earlier program has these GPUs, as in GPUS, or until `timeout_seconds` have passed; "" is none.
 
-    Yields a file descriptor for the program to inherit: the lock is held while any process has it open. After the
-    wait the program starts beside the earlier one, with a warning, as several programs may share a GPU on purpose.
+    Yields a file descriptor for the program to inherit: the lock lasts while any process has it open. After the
+    timeout the program starts anyway, with a warning, as several programs may share a GPU on purpose.
     """
     folder = temporary_folder()
     name = re.sub(r"[^\w.-]", "-", f"{module}-GPU-{gpus}.lock")
@@ -280,7 +284,7 @@ async def gpu_lock(module: str, gpus: str, timeout_seconds: float) -> AsyncItera
         if gpus and not _taken(descriptor):
             logger.info("waiting for an earlier %s to leave GPU %s, %g s at most", module, gpus, timeout_seconds)
             if not await came_true(lambda: _taken(descriptor), timeout_seconds):
-                logger.warning("an earlier %s still has GPU %s: another one is started beside it", module, gpus)
+                logger.warning("an earlier %s still has GPU %s: starting another one anyway", module, gpus)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
 """`python -m deploy.up [FILE]` (`make serve`): run bough under Ray Serve on this machine until Ctrl-C.
 
 Starts a Ray node that ends with this process, deploys the configuration, waits until it can serve a request, and
-prints three example calls. `--simulate PROFILE` does it without weights, `--haproxy` leads HTTP past Ray's own proxy.
+prints three example calls. `--simulate PROFILE` needs no weights; with `--haproxy` HTTP bypasses Ray's own proxy.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ENVIRONMENT = {  # Ray reads them when it is imported
     "RAY_raylet_start_wait_time_s": "240",
     "RAY_gcs_server_port_wait_time_s": "240",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # until an HAProxy of this machine knows that a replica ends
-    # What replicas run waits on sockets alone: it needs no thread beside the one that Ray's calls come in on.
+    # Replicas only wait on sockets, and need no thread in addition to that of Ray's calls.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",  # files have it
-    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # between proxy and replicas, in the place of calls of actors
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # between proxy and replicas, instead of calls of actors
     "RAY_AUTH_MODE": "token",  # calls to a Ray node can run code there; Ray makes ~/.ray/auth_token
 }
 
 
 def main() -> int:
-    """Serve until Ctrl-C; exit with status 2 and a one-line message where something is wrong."""
+    """Serve until Ctrl-C; exit with status 2 and a one-line message if something is wrong."""
     parser = FlagParser(description=__doc__)
     default = FOLDER / "one-machine.yaml"
     parser.add_argument("file", type=Path, nargs="?", default=default, help="a configuration for one machine")

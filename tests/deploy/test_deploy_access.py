@@ -103,7 +103,7 @@ async def test_a_worker_that_would_not_answer_its_supervisor_is_refused(index_ur
     tls = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.authority, "tls_peer_names": "orchestrator"}
     program = {"simulate": str(PROFILE), "namespace": "names", **tls}
     with pytest.raises(
-        ConfigError, match=r"program\.tls_peer_names: must have a name of its own certificate, .*, got orchestrator"
+        ConfigError, match=r"program\.tls_peer_names: must name its own certificate, .*, got orchestrator"
     ):
         async with supervised(Role.DRAFT, index_url, tmp_path, program):
             pass

@@ -213,7 +213,9 @@ def test_there_is_one_index(field: str, value: Any) -> None:
     """Each replica told programs of another index, and all were started anew for it again and again."""
     config = yaml.safe_load((FOLDER / "one-machine.yaml").read_text())
     config["applications"][0]["deployments"][0][field] = value
-    with pytest.raises(ConfigError, match=r"^Index\.num_replicas: must be 1, got (2|several): each would be an index"):
+    with pytest.raises(
+        ConfigError, match=r"^Index\.num_replicas: must be 1, got (2|several): each replica would be a separate index"
+    ):
         check(config)
 
 
@@ -251,11 +253,11 @@ def test_a_cluster_without_what_is_asked_for_is_told_what_it_has() -> None:
     for nodes, text in (
         (
             (front, target),
-            r"Draft: asks for GPU 1, draft_gpu 1; .*\(no node has any draft_gpu\): 10\.0\.0\.1 has CPU 4",
+            r"Draft: requests GPU 1, draft_gpu 1; .*\(no node has any draft_gpu\): 10\.0\.0\.1 has CPU 4",
         ),
         ((target, draft), r"Orchestrator: .*10\.0\.0\.2 has CPU 8, GPU 1, target_gpu 1; 10\.0\.0\.3 has"),
-        ((front, draft, Node("10.0.0.2", False, target.resources)), "Target: asks for"),
-        ((front, draft, Node("10.0.0.2", True, {"target_gpu": 1})), r"Target: asks for GPU 1.*must be on one node: "),
+        ((front, draft, Node("10.0.0.2", False, target.resources)), "Target: requests"),
+        ((front, draft, Node("10.0.0.2", True, {"target_gpu": 1})), r"Target: requests GPU 1.*must be on one node: "),
         ((), "there is no node"),
     ):
         with pytest.raises(ConfigError, match=text):
@@ -267,7 +269,7 @@ def test_a_replica_takes_a_processor_unless_it_says_otherwise() -> None:
     without = Node("10.0.0.3", True, {"GPU": 1, "draft_gpu": 1, "target_gpu": 1, "orchestrator": 2})
     other = Node("10.0.0.1", True, {"CPU": 4, "orchestrator": 2})
     config = changed(f"{DRAFT}.ray_actor_options.num_cpus", None)
-    with pytest.raises(ConfigError, match=r"^Draft: asks for CPU 1, GPU 1, draft_gpu 1; must be on one node: "):
+    with pytest.raises(ConfigError, match=r"^Draft: requests CPU 1, GPU 1, draft_gpu 1; must be on one node: "):
         require_resources(config, (without, other))
     require_resources(changed(f"{DRAFT}.ray_actor_options", None), (without, other))
 

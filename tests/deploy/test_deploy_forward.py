@@ -122,7 +122,7 @@ async def test_requests_wait_while_the_orchestrator_is_started_anew(monkeypatch:
         assert (len(upstream.asked), len(other.asked)) == (1, 1)
         door.pause()
         monkeypatch.setattr(forward, "OPENING_SECONDS", 0.0)
-        assert b"being started anew" in (await door.forward(request("/v1"))).body
+        assert b"being restarted" in (await door.forward(request("/v1"))).body
 
 
 async def test_an_orchestrator_without_a_port_for_it_says_so() -> None:

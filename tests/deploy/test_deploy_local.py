@@ -65,7 +65,7 @@ def test_a_controller_that_does_not_answer_once_ends_nothing(
     with pytest.raises(ConfigError, match="bough: there is no such model"):
         serve(RayError("a hiccup"), {}, {"bough": FAILED})
     assert capsys.readouterr().err == (
-        "waiting: Serve's controller (a hiccup)\nwaiting: Serve to take the application in\n"
+        "waiting: Serve's controller (a hiccup)\nwaiting: Serve to accept the application\n"
     )
 
 
@@ -79,9 +79,9 @@ def test_a_configuration_that_serve_refuses_is_one_error(
 
     monkeypatch.setattr(local.ray.serve, "start", lambda **_: None)
     monkeypatch.setattr(local, "_get_global_client", lambda: SimpleNamespace(deploy_apps=refuse))
-    with pytest.raises(Unavailable, match=r"^Serve does not take the configuration: ValueError: bough is taken$"):
+    with pytest.raises(Unavailable, match=r"^Serve does not accept the configuration: ValueError: bough is taken$"):
         local.deploy(CONFIG)
-    assert capsys.readouterr().err == "waiting: Serve to take the application in\n"
+    assert capsys.readouterr().err == "waiting: Serve to accept the application\n"
 
 
 def test_no_other_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_gpu_where_there_is_none_is_named_before_anything_is_started(
     target["ray_actor_options"]["num_gpus"] = 1
     file.write_text(json.dumps(config))
     with pytest.raises(
-        ConfigError, match=r"Target: asks for GPU 1, target_gpu 1; .*\(no node has any GPU\): 127\.0\.0\.1 has CPU"
+        ConfigError, match=r"Target: requests GPU 1, target_gpu 1; .*\(no node has any GPU\): 127\.0\.0\.1 has CPU"
     ):
         local.run(file, "", None, 0)
     assert len(started) == 1
@@ -237,7 +237,7 @@ def test_calls_show_what_the_doors_ask_for(monkeypatch: pytest.MonkeyPatch) -> N
     }  # fmt: skip
     said = Endpoints.of(config).how_to_ask("http://127.0.0.1:8265")
     for call in (
-        "ready; with a key of yours in BOUGH_API_KEY, three ways to ask, from another terminal:",
+        "ready; with your API key in BOUGH_API_KEY, three ways to ask, from another terminal:",
         "curl https://127.0.0.1:8443/v1/chat/completions --cacert ca.pem "
         '-H "Authorization: Bearer $BOUGH_API_KEY" -H \'Content-Type',
         "SSL_CERT_FILE=ca.pem python -c '",

@@ -101,7 +101,7 @@ async def test_orchestrators_follow_the_load_and_a_target_the_gpu(dashboard: Ray
     scripts = make_scripts(6, rng := random.Random(1), 500, 240)
     nodes = await asyncio.to_thread(dashboard.nodes)
     require_resources(wanted, nodes)
-    with pytest.raises(ConfigError, match=r"Target: asks for GPU 1, target_gpu 1; must be on one node \(no node has"):
+    with pytest.raises(ConfigError, match=r"Target: requests GPU 1, target_gpu 1; must be on one node \(no node has"):
         require_resources(wanted, tuple(node for node in nodes if not node.resources.get("GPU")))
     await asyncio.to_thread(dashboard.deploy, wanted)
     (first,) = await orchestrators(index_url, 1)
