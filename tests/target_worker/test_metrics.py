@@ -75,6 +75,13 @@ def test_sweeps_are_counted_and_served() -> None:
     }
 
 
+def test_no_port_is_no_server() -> None:
+    metrics = Metrics("tiny")
+    metrics.serve("127.0.0.1", -1)
+    assert metrics.port == -1
+    metrics.close()
+
+
 def test_a_connection_that_says_nothing_is_closed_over_plain_text_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each took a thread, and kept it for as long as the process lived."""
     monkeypatch.setattr("bough.telemetry.metrics.MAX_SECONDS", 0.2)

@@ -287,3 +287,12 @@ def test_a_session_whose_slot_goes_as_it_comes_back_gets_another_one(
     assert session.slot.num_rows == 40
     pool.end_call(session)
     pool.check_integrity()
+
+
+def test_the_more_slots_there_are_the_more_rarely_their_integrity_is_checked(clock: Clock) -> None:
+    arena = Arena(10_000, 1)
+    pool = SlotPool(arena, 10.0, clock)
+    for number in range(100):
+        pool.lease(ScopedId(f"s{number}"), 1, 40, Text(text(5, 1000 * number)))
+        pool.check_now_and_then()
+    assert [arena.is_check_due() for _ in range(8)].count(True) == 2
