@@ -26,7 +26,7 @@ async def main() -> None:
     with suppress(StoppedAtStart):
         async with assembled(config, stop) as orchestrator:
             gc.collect()
-            gc.freeze()  # what is there now stays: looking through it again would hold up all streams at once
+            gc.freeze()  # exclude existing objects from collection: a full pass over them would stall all streams
             if config.keys:
                 _on_hangup(orchestrator.callers.refresh)
             await orchestrator.serve(stop)

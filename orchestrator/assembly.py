@@ -41,7 +41,7 @@ from orchestrator.telemetry.metrics import OrchestratorCollector
 logger = logging.getLogger(__name__)
 
 DRAINING = "this orchestrator is draining; ask another orchestrator"
-ARRIVING_SECONDS = 0.3  # in which requests that had reached a port when it closed are read
+ARRIVING_SECONDS = 0.3  # limit for reading requests that had reached a port when it closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class Orchestrator:
     async def serve(self, stop: asyncio.Event) -> None:
         """Register the orchestrator in the index until `stop` is set, then drain it.
 
-        It leaves its ports at once, so that a successor may listen there; HTTP's is left with `stop` itself. Requests
-        that have come in, through any API, have `drain_seconds` to finish; further ones are refused as Unavailable.
+        It closes its ports at once, for a successor to listen there; the HTTP port closes when `stop` is set. Accepted
+        requests of all APIs have `drain_seconds` to finish; further ones are refused as Unavailable.
         """
         address = advertised(self.config, self.port)
         record = WorkerRecord("orchestrator", self.worker_id, address, metrics=self.metrics_address)
@@ -147,7 +147,7 @@ async def serving_http(
 ) -> AsyncIterator[None]:
     """Serve the OpenAI-compatible API during the block, with `figures` at /metrics; with `tls` by HTTPS only.
 
-    Once `leaving` is set the port is given up; what is being answered goes on. Raises ConfigError if it is in use.
+    Once `leaving` is set the port closes; running requests go on. Raises ConfigError if it is in use.
     """
     if config.http_port < 0:
         yield

@@ -25,7 +25,7 @@ from orchestrator.cluster.served_models import largest_context, largest_vocabula
 from orchestrator.serving.tenants import Callers, Tenant
 
 MANY_ENTRIES = 4096  # of all lists of a request; more are converted in a thread
-SPARE_FIELDS = 65536  # of a serialized request, besides those of the longest prompt
+SPARE_FIELDS = 65536  # of a serialized request, in addition to the longest prompt's
 
 
 class GenerationService:
@@ -106,7 +106,7 @@ def require_lengths(data: bytes, largest_context: int) -> None:
 
 
 def has_many_entries(request: pb.GenerateRequest) -> bool:
-    """Whether the conversion of a request takes so long that streams would wait for it."""
+    """Whether converting a request takes long enough to delay streams."""
     shape = request.speculation.growth.shape
     lists = (request.token_ids.ids, request.chat.messages, request.resume.token_ids, shape.parents)
     return sum(map(len, lists)) > MANY_ENTRIES

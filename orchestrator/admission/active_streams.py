@@ -31,16 +31,16 @@ class Stream:
     session_id: ScopedId  # empty if the client gave none
     hold: Hold = field(default_factory=Hold)  # its place or turn in `Admission`
     deadline: Deadline = field(default_factory=Deadline)
-    resources: ExitStack = field(default_factory=ExitStack)  # all that it holds
+    resources: ExitStack = field(default_factory=ExitStack)  # resources to free at the end
     is_ended: bool = False  # from outside
     error: BoughError | None = None  # the error that it ended with; None is an abort
-    is_closed: bool = False  # the session was closed, so that nothing of it is kept
+    is_closed: bool = False  # the session was closed: keep nothing of it
     _limit: asyncio.Timeout | None = None  # of the work under way
-    _left: Callable[[ScopedId], None] | None = None  # is told of the call that takes the session over
+    _left: Callable[[ScopedId], None] | None = None  # called with the session's next call
     _successor: ScopedId | None = None  # the session that this call runs; empty if none
 
     def end(self, error: BoughError | None = None) -> None:
-        """End the stream early. With an error, what it holds is freed even while its reader asks for nothing."""
+        """End the stream early. With an error, its resources are freed even if its reader never asks again."""
         self.error = self.error or error
         is_first, self.is_ended = not self.is_ended, True
         if self._limit is None:
@@ -50,7 +50,7 @@ class Stream:
             self._interrupt(self._limit)
 
     def free(self) -> None:
-        """Free all that the stream holds, once."""
+        """Free the stream's resources, once."""
         self.resources.close()
 
     def close(self, error: BoughError) -> None:
@@ -64,14 +64,14 @@ class Stream:
         return isinstance(self.error, StaleEpoch) and not self.is_closed
 
     def leave(self, tell: Callable[[ScopedId], None]) -> None:
-        """Leave the session to the call that has superseded this one; `tell` gets what `succeeded_by` is told."""
+        """Leave the session to the call that superseded this one; `tell` gets the session that it runs."""
         if self._successor is None:
             self._left = tell
         else:
             tell(self._successor)
 
     def succeeded_by(self, session_id: ScopedId) -> None:
-        """Note which session the call that has superseded this one runs; empty if none."""
+        """Note which session the superseding call runs; empty if none."""
         self._successor, left, self._left = session_id, self._left, None
         if left is not None:
             left(session_id)
@@ -81,7 +81,7 @@ class Stream:
         earlier.end(StaleEpoch(f"request_id: {self.request_id.name!r} has been resumed by another call"))
 
     def takes_over(self, earlier: Stream, session_id: ScopedId) -> None:
-        """Tell an earlier stream which session this one runs; if none, the call that has superseded this one tells."""
+        """Report this stream's session to an earlier stream; without one, the superseding call reports its own."""
         if self.is_superseded and not session_id:
             self.leave(earlier.succeeded_by)
         else:

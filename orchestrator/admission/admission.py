@@ -22,10 +22,10 @@ LONGEST_RETRY_SECONDS = 60.0
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """What a request has here: a place, or a turn in the queue. A call that resumes the request takes it over."""
+    """A request's place, or its turn in the queue. A call that resumes the request takes it over."""
 
     turn: asyncio.Future[None] | None = None  # that the request waits for, or has waited for
-    is_further: bool = False  # of a call whose first request has begun, or waits before this one
+    is_further: bool = False  # a further request of a call: the first has begun, or waits before this one
 
     @property
     def is_waiting(self) -> bool:
@@ -53,7 +53,7 @@ class Admission:
 
     @property
     def num_running(self) -> int:
-        """Requests that have places, those of a call that have not begun yet among them."""
+        """Requests that have places, including those of a call that have not begun yet."""
         return len(self._began)
 
     @property
@@ -63,7 +63,7 @@ class Admission:
 
     @property
     def wait_seconds(self) -> float:
-        """Expected wait of one more request for its place, from durations of others; 0 if a place is free."""
+        """Expected wait of one more request for a place, from others' durations; 0 if a place is free."""
         return 0.0 if self._num_free else (self.num_waiting + 1) * self._turnover_seconds
 
     @contextmanager
@@ -81,10 +81,10 @@ class Admission:
 
     @contextmanager
     def together(self, num: int) -> Iterator[list[Hold]]:
-        """Places, or turns in the queue, for all requests of one call, until each has ended or the block has.
+        """Take places, or turns in the queue, for all requests of one call, until each has ended or the block has.
 
         Raises:
-            Exhausted: they do not all have room, so none has got anything; has a retry delay.
+            Exhausted: there is no room for all, so none got a place; has a retry delay.
             Unavailable: further requests are refused.
         """
         self._require_room(num)
@@ -113,7 +113,7 @@ class Admission:
             raise Unavailable(self._refusal)
 
     def close(self, refusal: str) -> None:
-        """Refuse further requests as Unavailable with this text; those that have a place or a turn keep it."""
+        """Refuse further requests as Unavailable with this text; requests with a place or a turn keep it."""
         self._refusal = refusal
 
     def exhausted(self, problem: str, num: int = 1) -> Exhausted:

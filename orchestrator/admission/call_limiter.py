@@ -12,8 +12,8 @@ from bough.rpc.status_map import MAX_MESSAGE_BYTES
 from orchestrator.admission.admission import Admission
 from orchestrator.admission.size_limits import TOO_LONG
 
-SPARE_CALLS = 32  # Generate calls besides those that run and wait: some are ending or about to be refused
-MAX_TOKENIZING = 64  # calls that tokenize for clients, one after another; apart, as long texts of one would hold up all
+SPARE_CALLS = 32  # Generate calls beyond the running and waiting ones: some are ending or about to be refused
+MAX_TOKENIZING = 64  # tokenizing calls, which run one after another; their own limit, as long texts would delay all
 MAX_OTHER_CALLS = 256
 MAX_BYTES = 64 * MAX_MESSAGE_BYTES  # of all messages together
 BYTES_PER_TOKEN = 32  # of a prompt, per token of the context: several times what any language needs
@@ -23,7 +23,7 @@ ALWAYS_ANSWERED = frozenset({"Check", "Watch"})  # health checks of load balance
 
 
 class CallLimiter(Drainer):
-    """Limits what is decoded and kept for waiting callers, so that no number of callers exhausts memory."""
+    """Limits the messages decoded for waiting callers: no number of callers can exhaust memory."""
 
     def __init__(
         self, admission: Admission, largest_context: Callable[[], int], failed: Counter[str] | None = None

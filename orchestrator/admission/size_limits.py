@@ -11,7 +11,7 @@ from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, Specu
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import StaticShape, require_growth
 
-# Clients know an overflow by words of its message: LangChain by the first, litellm and aider by those after the colon.
+# Clients recognise an overflow by its message: LangChain by the first words, litellm and aider by the words after ":".
 TOO_LONG = "prompt is too long: this model's maximum context length is"
 
 

@@ -1,4 +1,4 @@
-"""The known workers: those listed in the index, asked what they serve, and chosen from.
+"""The known workers: reads them from the index, asks what they serve, and chooses among them.
 
 The index is polled, and its entries are verified with the workers. While it does not answer, the last known workers
 stay in use.
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 MOST_MISSING = round(LEASE_SECONDS / POLL_SECONDS)  # consecutive polls without a worker before it is forgotten
 SWEEP_SECONDS = 5.0  # between two cleanups of the index
-LOOK_SECONDS = 0.5  # between two looks at how workers are, and limit for their answers
+LOOK_SECONDS = 0.5  # between two queries of workers' load, and limit for their answers
 FIRST_LOOK_SECONDS = 3.0  # limit for which a start waits for listed workers to answer
 WEIGHTS_SECONDS = 5.0  # between two times at which targets without a hash of their weights are asked
 FIRST_PAUSE_SECONDS = 0.5  # between the first two attempts to meet a worker; each further pause is twice as long
@@ -56,7 +56,7 @@ REMIND_SECONDS = 300.0  # between two lines of the log about one worker
 
 
 def with_weights(targets: Targets, weights_hash: str) -> Targets:
-    """The targets at which something that was begun with weights of this hash may continue.
+    """The targets where a session that began with weights of this hash may continue.
 
     All `targets` pass for one model. Equal samples suffice while no two known hashes differ; after that only an equal
     hash does.
@@ -74,19 +74,19 @@ def other_weights(targets: Targets, weights_hash: str) -> str:
 
 
 async def watch_weights(targets: Callable[[], Targets]) -> None:
-    """Ask targets without a hash again, and log those that pass for one model but have different weights."""
-    told: set[str] = set()
+    """Ask targets without a hash again, and log targets of the same model that have different weights."""
+    logged: set[str] = set()
     while True:
         for target in targets():
             if not target.info.weights_hash and target.is_usable:
                 try:
                     target.learn(await target.client.info())
                 except BoughError as exc:
-                    logger.debug("%s does not tell its weights: %s", target.record.worker_id, exc)
+                    logger.debug("%s did not report its weights: %s", target.record.worker_id, exc)
         found = {first.info.contradiction(second.info) for first, second in combinations(targets(), 2)} - {""}
-        for contradiction in found - told:
+        for contradiction in found - logged:
             logger.warning("%s; sessions do not move between them", contradiction)
-        told = found
+        logged = found
         await asyncio.sleep(WEIGHTS_SECONDS)
 
 
@@ -102,9 +102,9 @@ class UnmetWorker:
 
 
 class UnmetWorkers:
-    """Listed workers that did not tell what they serve, tried again from time to time.
+    """Listed workers that have not reported what they serve, tried again from time to time.
 
-    One that is met, unlisted, or listed at another address begins anew.
+    The attempts start anew for a worker that has been met, unlisted, or listed at another address.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,7 +117,7 @@ class UnmetWorkers:
         return unmet is None or unmet.record.address != record.address or self._clock() >= unmet.next_attempt
 
     def failed(self, record: WorkerRecord, exc: Exception) -> None:
-        """Record that a worker could not be met; the first attempt is logged, and later one in a while."""
+        """Record that a worker could not be met; the first attempt is logged, later ones now and then."""
         unmet, now = self._unmet.get(record.worker_id), self._clock()
         if unmet is None or unmet.record.address != record.address:
             unmet = self._unmet[record.worker_id] = UnmetWorker(record)
@@ -138,7 +138,7 @@ class UnmetWorkers:
         self._unmet.pop(record.worker_id, None)
 
     def keep_listed(self, records: Iterable[WorkerRecord]) -> None:
-        """Forget those that are not among `records`, which are all that are listed now."""
+        """Forget workers that are not in `records`, the list of all that are registered now."""
         listed = {record.worker_id for record in records}
         self._unmet = {name: unmet for name, unmet in self._unmet.items() if name in listed}
 
@@ -154,7 +154,7 @@ class Directory:
         """`access` has the credentials for workers."""
         self.registry, self._access = registry, access
         self.tokenizing = Tokenizing()
-        self.limiter = IterationLimiter(AT_ONCE)  # of all that sessions do between two waits
+        self.limiter = IterationLimiter(AT_ONCE)  # for all clients: how many sessions continue at once
         self.index_problem = ""
         self._targets: dict[str, TargetHandle] = {}
         self._drafts: dict[str, DraftHandle] = {}
@@ -208,7 +208,7 @@ class Directory:
 
     @property
     def seen(self) -> list[WorkerInfo]:
-        """What targets have served since the start, also those that are gone; one for each identity."""
+        """What targets have served since the start, including targets that are gone; one for each identity."""
         return [info for info, _ in self._seen.values()]
 
     @property
@@ -217,7 +217,7 @@ class Directory:
         return {info.model_name for info in self.seen}
 
     def last_usable(self, would_do: Callable[[WorkerInfo], bool]) -> float:
-        """When a target that would do could be used last, in seconds on the monotonic clock; -inf if never."""
+        """When a suitable target was last usable, in seconds on the monotonic clock; -inf if never."""
         return max((when for info, when in self._seen.values() if would_do(info)), default=-inf)
 
     @property
@@ -226,7 +226,7 @@ class Directory:
         return any(known.is_usable for known in self._targets.values())
 
     async def look(self) -> None:
-        """Ask all workers that are used how they are now, at most once within `LOOK_SECONDS`, for `statuses`."""
+        """Query the load of all used workers for `statuses`, at most once in `LOOK_SECONDS`."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_SECONDS
             await asyncio.gather(*(known.look(LOOK_SECONDS) for known in self._everyone() if known.is_usable))
@@ -237,7 +237,7 @@ class Directory:
     def _problem(self, known: AnyHandle) -> str:
         """Why a worker is not used; empty if it is."""
         if known.problem or not known.is_usable:
-            return known.problem or "did not answer; left alone"
+            return known.problem or "did not answer; paused"
         if known.info.kind == "draft" and self._targets and not any(_fit(known, t) for t in self._targets.values()):
             target = next(iter(self._targets.values()))
             difference = first_difference(known.tokenizer.files.vocabulary, target.tokenizer.files.vocabulary)
@@ -252,7 +252,7 @@ class Directory:
         if self.index_problem:
             return f"no target worker is known, and {self.index_problem}"
         problems = [f"{k.record.worker_id}: {k.problem or 'does not answer'}" for k in self._targets.values()]
-        unmet = {name: "has not said yet what it serves" for kind, name in self._meetings if kind == "target"}
+        unmet = {name: "has not reported yet what it serves" for kind, name in self._meetings if kind == "target"}
         unmet |= self._unmet.problems("target")
         problems += [f"{name}: {problem}" for name, problem in unmet.items()]
         return "no target worker can be used: " + ("; ".join(problems) or "none is registered in the index")
@@ -328,20 +328,20 @@ class Directory:
         self._unmet.met(record)
         for other in self._everyone():
             if other.record.address == record.address and other.record.worker_id != record.worker_id:
-                other.problem = f"{record.worker_id} is at its address now"
+                other.problem = f"{record.worker_id} has its address now"
         logger.info("%s at %s", record.worker_id, record.address)
 
     async def _introduce(
         self, record: WorkerRecord, client: AnyClient, others: Mapping[str, WorkerHandle[Any]]
     ) -> WorkerHandle[AnyClient]:
-        """Ask a worker, which is to work with `others`, what it serves; its client is closed if that fails.
+        """Ask a worker, which will work with `others`, what it serves; its client is closed if that fails.
 
-        Raises Unavailable if it does not answer, or not sensibly.
+        Raises Unavailable if it does not answer, or its answer is invalid.
         """
         try:
             info = await client.info()
             if info.worker_id != record.worker_id:
-                raise Unavailable(f"{info.worker_id} is at its address")
+                raise Unavailable(f"{info.worker_id} has its address")
             async with self._access.channel(record.address).opened() as channel:
                 files = await fetch_tokenizer(channel, record.kind, self._access)
             known = WorkerHandle(record, client, info, await self.tokenizing.shared(files))
@@ -349,7 +349,7 @@ class Directory:
         except BaseException as exc:
             await client.close()
             if isinstance(exc, BoughError | grpc.aio.AioRpcError):
-                raise Unavailable(f"it does not tell what it serves: {exc}") from exc
+                raise Unavailable(f"it did not report what it serves: {exc}") from exc
             raise
         if info.protocol_version != PROTOCOL_VERSION:
             known.problem = f"it speaks protocol version {info.protocol_version}; this is version {PROTOCOL_VERSION}"

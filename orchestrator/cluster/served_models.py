@@ -1,4 +1,4 @@
-"""The served models, the choice of targets for a request, and its wait while none is there.
+"""The served models, the choice of targets for a request, and the wait while no target is there.
 
 A request never moves to another model.
 """
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class TargetAway(Unavailable):
-    """No target that could serve a request can be used now; one that `would_do` may have been there lately."""
+    """No target that could serve a request is usable now; one that `would_do` may have been recently."""
 
     def __init__(self, message: str, would_do: Callable[[WorkerInfo], bool]) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ def context_limit(directory: Directory) -> str:
 
 
 def _known(directory: Directory) -> Sequence[WorkerInfo]:
-    """The targets that there are, or that there were last."""
+    """The known targets, or the last known ones."""
     return [target.info for target in directory.targets] or [*directory.seen]
 
 
@@ -110,7 +110,7 @@ def targets_for(
 
 
 def _begun(targets: Targets, options: GenerateOptions, request: RequestRecord) -> Targets:
-    """The targets that give the tokens which the resumed request would have had."""
+    """The targets that give the resumed request's tokens."""
     same = [target for target in targets if target.info.identity == request.target_identity]
     name = request.request_id.name
     for target in same:
@@ -118,17 +118,17 @@ def _begun(targets: Targets, options: GenerateOptions, request: RequestRecord) -
     usable = [target for target in same if target.is_usable]
     if not usable:
         raise TargetAway(
-            "no target that gives the same tokens as the one where the request was begun can be used",
+            "no usable target gives the same tokens as the one where the request began",
             lambda info: info.identity == request.target_identity,
         )
     return _with_its_weights(usable, request.weights_hash, f"request_id: {name!r}")
 
 
 def _with_its_weights(usable: Targets, weights_hash: str, whose: str) -> Targets:
-    """The targets with the weights that something was begun with. Raises Unavailable if there are none."""
+    """The targets with the weights that a request or session began with. Raises Unavailable if there are none."""
     same = with_weights(usable, weights_hash)
     if not same:
-        raise Unavailable(f"{whose} cannot go on: {other_weights(usable, weights_hash)}")
+        raise Unavailable(f"{whose} cannot continue: {other_weights(usable, weights_hash)}")
     return same
 
 
@@ -139,7 +139,7 @@ def _continued(targets: Targets, options: GenerateOptions, session: SessionRecor
     usable = [t for t in targets if t.is_usable and t.info.model_identity == session.model_identity]
     if not usable:
         raise TargetAway(
-            f"session_id: {name!r} stands on the model {session.model_name!r}, and no target that serves "
+            f"session_id: {name!r} uses the model {session.model_name!r}, and no target that serves "
             "it can be used now; another model takes its full history, with continues false and that model named",
             lambda info: info.model_identity == session.model_identity,
         )
@@ -164,9 +164,9 @@ def _model_info(targets: Targets) -> ModelInfo:
 
 @dataclass(slots=True)
 class TargetWaiting:
-    """Holds new requests while no target can be used but one is expected back, as while it restarts.
+    """Makes new requests wait while no target is usable but one is expected back, as during a restart.
 
-    Those that have places are limited by admission, here and behind them; others by `most_held`.
+    Admission limits the requests with places; `most_held` limits the others.
     """
 
     directory: Directory

@@ -17,7 +17,7 @@ from orchestrator.cluster.worker_handle import TargetHandle
 
 @dataclass(slots=True, eq=False)
 class QueuePlace:
-    """A waiting session's place in the queue, and what targets have answered meanwhile."""
+    """A waiting session's place in the queue, and targets' answers meanwhile."""
 
     epoch: int  # a time: when its request began, or was moved
     is_first: asyncio.Event = field(default_factory=asyncio.Event)  # set while no older session waits
@@ -80,7 +80,7 @@ class TargetPlace:
     target: TargetHandle  # while the session waits: the one that it was at
     held: int = 0  # tokens that the target is assumed to hold
     state: PlaceState = PlaceState.NEW
-    num_refused: int = 0  # answers that there is no room, since the last verdict or failure
+    num_refused: int = 0  # refusals for lack of room since the last verdict or failure
     queue_place: QueuePlace | None = None  # while the session waits
     _began: float = 0.0  # since when it is counted, in seconds on the monotonic clock
     _leaving: ExitStack = field(default_factory=ExitStack)
@@ -101,8 +101,8 @@ class TargetPlace:
         self.state, self.num_refused = PlaceState.HELD, 0
 
     def refused(self, believed: int) -> None:
-        """The target has no room. A held slot keeps its `believed` tokens: if some are gone, as after a long pause,
-        so is the slot."""
+        """The target has no room. The session's slot keeps its `believed` tokens: if some are gone, as after a long
+        pause, so is the slot."""
         self.num_refused += 1
         if self.held < believed:
             self.state = PlaceState.NEW

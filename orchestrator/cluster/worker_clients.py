@@ -1,4 +1,4 @@
-"""gRPC clients of draft and target workers, and how many of their answers are gone on with at once."""
+"""gRPC clients of draft and target workers, and a limit on how many sessions continue at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from orchestrator.sizing.plans import Proposal
 
 INFO_TIMEOUT_SECONDS = 5.0
 RELEASE_TIMEOUT_SECONDS = 5.0
-AT_ONCE = 4  # sessions that go on in one iteration of the event loop, though one sweep answers hundreds together
+AT_ONCE = 4  # sessions that continue in one iteration of the event loop; one sweep may answer hundreds together
 
 Reply = TypeVar("Reply")
 Result = TypeVar("Result", GrowResult, VerifyResult)
@@ -40,8 +40,8 @@ Result = TypeVar("Result", GrowResult, VerifyResult)
 class IterationLimiter:
     """Lets at most `most` callers continue in each iteration of the event loop, first come, first served.
 
-    Fewer callers never wait. If hundreds wake at once, timers, new calls and health checks run after every few of
-    them instead of after all.
+    Fewer callers never wait. If hundreds wake at once, timers, new calls and health checks run between them
+    instead of after all.
     """
 
     def __init__(self, most: int) -> None:
@@ -135,7 +135,7 @@ class WorkerClient:
     async def _ask_in_turn(
         self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float, span: Span
     ) -> Reply:
-        """Make one call, and return when the event loop has time for what a session makes of the answer."""
+        """Make one call, and return when the limiter lets the session continue."""
         reply = await self._ask(method, request, timeout_seconds, span)
         await self._limiter.acquire()
         return reply
@@ -170,7 +170,7 @@ class DraftClient(WorkerClient):
     async def grow(
         self, session: Session, plan: TreePlan, vocab_size: int, timeout_seconds: float
     ) -> tuple[GrowResult, Timed]:
-        """Grow a tree for the session's next round, with tokens of its target only; with the call's duration."""
+        """Grow a tree for the session's next round, from its target's vocabulary; with the call's duration."""
 
         async def call(context: Context) -> GrowResult:
             # Positions of roots are unique in a session, across turns as well, so that rounds share no random numbers.
@@ -198,7 +198,7 @@ class TargetClient(WorkerClient):
     ) -> TimedResult:
         """Get the verdict on a tree, with the call's duration; `num_running` sessions run there now.
 
-        What the target denies to hold is no longer believed afterwards.
+        Afterwards the tokens that the target reports as missing are not believed to be there.
         """
 
         def call(context: Context) -> Awaitable[VerifyResult]:
@@ -256,7 +256,7 @@ class TargetClient(WorkerClient):
 async def _with_context(
     session: Session, held: int, call: Callable[[Context], Awaitable[Result]]
 ) -> tuple[Result, Timed]:
-    """Send the tokens that the worker is believed to lack; if wrong, again from what it holds.
+    """Send the tokens that the worker is believed to lack; if that is wrong, start from the tokens it reports.
 
     If that fails as well, everything is sent.
     """

@@ -24,9 +24,9 @@ USUAL_OUTPUT = 128  # tokens that an answer is expected to have, unless limited 
 USUAL_ROWS = 8.0  # of a session in a sweep, before any were observed
 USUAL_TOKENS = 2.0  # of a round, before any were observed
 UNKNOWN = CostCurve((1, 512), (0.1, 1.0))  # assumed for a target that reports no cost curve
-FIRST_PAUSE_SECONDS = 1.0  # for which a worker is not used after its first fault
+FIRST_PAUSE_SECONDS = 1.0  # pause of a worker after its first fault
 LONGEST_PAUSE_SECONDS = 30.0  # limit of the pause, which doubles with each fault
-ENOUGH_SESSIONS = 2  # number of sessions whose calls must fail, with no success between, to be the worker's fault
+ENOUGH_SESSIONS = 2  # consecutive failing sessions that count as the worker's fault
 MAX_SESSIONS = 64  # limit of sessions whose failures are remembered
 
 
@@ -59,8 +59,8 @@ def expected_seconds(
 ) -> float:
     """Expected seconds of a request at a target, where this orchestrator runs `num_running` others.
 
-    Missing tokens of the prompt are read in sweeps with other sessions' trees; on average half of a running sweep is
-    waited for; then each round takes a sweep of all. Without room, another session must end first.
+    Missing tokens of the prompt are read in sweeps with other sessions' trees. The request waits for half a running
+    sweep on average; then each round takes one shared sweep. Without room, another session must end first.
     """
     num_others = max(num_running, _num_held(info, load) - (need.home_id == info.worker_id))
     other_rows = round(num_others * usual.tree_rows.median)
@@ -168,7 +168,7 @@ class Health:
         self._pauses.pop(session_id, None)
 
 
-# Of what a worker tells of itself, as it changes while it runs.
+# The parts of a worker's report that change while it runs.
 CHANGING = ("weights_hash", "num_sessions", "kv_used_bytes", "num_waiting", "num_running", "num_passes")
 
 AnyClient = TypeVar("AnyClient", DraftClient, TargetClient)
@@ -212,12 +212,12 @@ class WorkerHandle(Generic[AnyClient]):
         self.usual.observe(result)
 
     def learn(self, info: WorkerInfo) -> None:
-        """Take over what the worker did not know at its introduction, and its load."""
+        """Update the load, and facts that the worker did not know at its introduction."""
         if info.worker_id == self.record.worker_id:
             self.info = replace(self.info, **{name: getattr(info, name) for name in CHANGING})
 
     async def look(self, timeout_seconds: float) -> None:
-        """Ask the worker for its load; where it does not answer, the one that was told last stays."""
+        """Ask the worker for its load; without an answer, the last reported load stays."""
         with suppress(BoughError, TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 self.learn(await self.client.info())

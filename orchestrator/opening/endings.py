@@ -50,7 +50,7 @@ class Endings:
             self._begin(session, self._forget(session, target))
 
     def let_go(self, session: Session, target: TargetHandle, place: TargetPlace) -> None:
-        """Start releasing a session at a target where it may have a slot; it runs at that of its place."""
+        """Start releasing a session at a target where it may have a slot; the session runs at its place's target."""
         self._begin(session, self._release(session.session_id, session.epoch, target, place))
 
     async def close(self, session_id: ScopedId) -> bool:
@@ -106,9 +106,9 @@ class Endings:
     async def _release(
         self, session_id: ScopedId, epoch: int, worker: AnyHandle | None, place: TargetPlace | None = None
     ) -> None:
-        """Release a session at a worker, if that is known; one that does not answer is asked again in the background.
+        """Release a session at a worker, if the worker is known; without an answer, retry in the background.
 
-        With a place it is not asked again once the session runs there anew.
+        With a place, stop retrying once the session runs there again.
         """
         if worker is not None and not await _has_released(worker, session_id, epoch):
             retrying = asyncio.create_task(self._release_later(session_id, epoch, worker, place))
@@ -126,11 +126,11 @@ class Endings:
 
 
 async def _has_released(worker: AnyHandle, session_id: ScopedId, epoch: int) -> bool:
-    """Release a session at a worker; False if that does not answer."""
+    """Release a session at a worker; False if the worker does not answer."""
     try:
         await worker.client.release(session_id, epoch)
     except Unavailable:
         return False
-    except BoughError:  # it never had it, or it is another request's by now: nothing to free
+    except BoughError:  # the worker never had the session, or another request has it now: nothing to free
         pass
     return True

@@ -13,7 +13,7 @@ from orchestrator.sessions.session import Session
 
 
 class Epochs:
-    """Claims sessions for this orchestrator, each time with a greater epoch than before.
+    """Claims sessions for this orchestrator, each time with a greater epoch.
 
     Workers and the index refuse older epochs. Without the index, epochs come from the clock, which works if it is not
     behind the index's.

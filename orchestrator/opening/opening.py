@@ -49,10 +49,10 @@ class _Past(NamedTuple):
 
     request: RequestRecord | None
     session: SessionRecord | None
-    is_unwritten: bool = False  # the session's state is this orchestrator's own, and not in the index yet
+    is_unwritten: bool = False  # the session's state comes from this orchestrator; the index does not have it yet
 
     def of_model(self, info: WorkerInfo) -> _Past:
-        """Without the session if it was another model's."""
+        """The record without the session, if that belongs to another model."""
         session = self.session
         is_same = session is not None and session.model_identity == info.model_identity
         if session is None or not is_same or weights_differ(session.weights_hash, info.weights_hash):
@@ -108,11 +108,11 @@ class Opening:
         form = await output_form(prompt, options, largest.tokenizer, self.config.tool_call_parser, thoughts)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
-        # At once, so that concurrent requests see each other.
+        # Before any wait: concurrent requests must see each other.
         place = stream.resources.enter_context(TargetPlace(target))
         session, unseen = _session(stream, tokens, options, form, target, past.request), None
         session.weights_hash, session.thoughts = past.weights_hash or target.info.weights_hash, thoughts
-        # Unless it is known otherwise, all is expected to be cached: a small first tree costs little if it is not.
+        # Without other knowledge, assume that everything is cached: if not, a small first tree costs little.
         cached = need.held.get(target.record.worker_id, 0) if need.knows_held else len(tokens)
         session.target_cached = min(cached, whole_blocks(len(tokens) - 1))
         if options.resume is not None:
@@ -151,7 +151,7 @@ class Opening:
         return _Past(request, session, is_unwritten)
 
     def _tokens(self, prompt: Prompt, options: GenerateOptions, past: _Past, target: TargetHandle) -> list[int]:
-        """The prompt's tokens, with all that it continues; a resumed request's are in its record."""
+        """The prompt's tokens, including the session that it continues; a resumed request's are in its record."""
         if not options.continues:
             return self._whole(prompt, target.tokenizer, target.info.vocab_size)
         if not options.session_id:
@@ -163,7 +163,7 @@ class Opening:
         if options.resume is not None and options.resume.num_tokens > 0:
             raise NotFound(
                 "request_id",
-                f"{options.request_id!r} is not known any more, nor what it continued; "
+                f"{options.request_id!r} is not known any more, nor is its session; "
                 "send the full history, with continues false",
             )
         if past.session is None or not past.session.tokens:
@@ -179,7 +179,7 @@ class Opening:
     def _whole(self, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
         """Tokens of a prompt that begins a text; the choices of a call, which have the same object, share them.
 
-        Choices that ask at the same moment, in several threads, each make them.
+        Choices that ask at the same moment, in several threads, each compute them.
         """
         made = self._made  # several threads set it
         if made is None or made.prompt is not prompt or (made.tokenizer, made.vocab_size) != (tokenizer, vocab_size):
@@ -209,10 +209,10 @@ class Opening:
         return Need(len(tokens), options.max_tokens, held, home_id, knows_held)
 
     async def _claim(self, session: Session, options: GenerateOptions, past: _Past, place: TargetPlace) -> None:
-        """Claim the session; what workers held last is assumed to be there until they say otherwise.
+        """Claim the session; its last known KV at workers is assumed to be there until they report otherwise.
 
-        The claim tells other orchestrators that the recorded turn is not the last one any more. Raises Unavailable if
-        the session continues from the index, and that cannot be told.
+        The claim shows other orchestrators that the recorded turn is not the last one. Raises Unavailable if the
+        session continues from the index, and the claim cannot be written.
         """
         record, claim = past.session, await self.claims.begin(session.session_id)
         if options.continues and past.request is None and not (claim.is_granted or past.is_unwritten):
@@ -287,7 +287,7 @@ def _session(
         prompt_length=len(tokens),
         sampling=sampling,
         stops=stops,
-        # at temperature 0 all schemes accept the same tokens, and the target's allows the likeliest guesses
+        # at temperature 0 all schemes accept the same tokens, and scheme "target" allows the likeliest guesses
         speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
         text=TextStream(
             partial(target.tokenizer.decode_showing, shown=form.shown) if form.shown else target.tokenizer.decode,
@@ -327,7 +327,7 @@ def require_same_request(record: RequestRecord, session: Session) -> None:
         if was != now:
             raise InvalidRequest(
                 "resume",
-                f"request_id {record.request_id.name!r} must have the same {name} as when it was begun, "
+                f"request_id {record.request_id.name!r} must have the same {name} as at its start, "
                 "with the seed that `started` reported",
             )
 
@@ -335,8 +335,8 @@ def require_same_request(record: RequestRecord, session: Session) -> None:
 def resume(session: Session, options: GenerateOptions, wanted: Resume, record: RequestRecord | None) -> Tokens | None:
     """Bring a new session to its request's state; returns the tokens that the client has not seen, if any.
 
-    The client is trusted about what it has seen; the index only where it agrees. Raises InvalidRequest if what the
-    client has seen is unknown.
+    The client's account of the tokens that it received is trusted; the index's only where it agrees. Raises
+    InvalidRequest if the received tokens are unknown.
     """
     recorded = () if record is None else record.tokens[record.prompt_length :]
     seen = _seen(wanted, recorded, session.request_id.name)

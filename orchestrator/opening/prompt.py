@@ -1,4 +1,4 @@
-"""From a prompt to the tokens of a request, what its output must be, and which special tokens the text shows."""
+"""From a prompt to a request's tokens, its output's grammar, and the special tokens that the text shows."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ async def output_form(
     tool_format: str,
     thoughts: Thoughts | Channels | None = None,
 ) -> OutputForm:
-    """The form that a request demands, with the format of tool calls that is configured, after thoughts if it has any.
+    """The output form that a request demands, in the configured format of tool calls, after any reasoning.
 
-    Raises InvalidRequest naming the field that demands what cannot be had.
+    Raises InvalidRequest naming the field whose demand cannot be met.
     """
     CACHE_SALT.set(options.cache_salt)
     tools = prompt.tools if isinstance(prompt, ChatPrompt) else None
@@ -111,15 +111,15 @@ async def output_form(
     if form.grammar and options.ignore_eos:
         raise InvalidRequest(
             "ignore_eos",
-            "must be false beside a constraint or demanded calls of tools, which the model's end completes",
+            "must be false with a constraint or required tool calls, whose output the model ends itself",
         )
     if form.grammar and options.min_tokens:
         raise InvalidRequest(
-            "min_tokens", "must be 0 beside a constraint or demanded calls of tools, which end where nothing can follow"
+            "min_tokens", "must be 0 with a constraint or required tool calls, which end where nothing can follow"
         )
     if thoughts is None:
         return form
-    grammar, is_whole = form.grammar, isinstance(thoughts, Channels) and is_called  # all messages, thoughts included
+    grammar, is_whole = form.grammar, isinstance(thoughts, Channels) and is_called  # all messages, reasoning included
     if grammar and not is_whole and (options.constraint is None or options.constraint.after_reasoning):
         field = "chat.tools" if options.constraint is None else "constraint"
         grammar = after_thoughts(field, grammar, thoughts, tokenizer.added_tokens)
@@ -127,10 +127,10 @@ async def output_form(
 
 
 async def _in_turn(cache_salt: str, work: Callable[[], Result]) -> Result:
-    """Run work that reads grammars in a thread for that, one at a time of a salt, and so of a tenant.
+    """Compile grammars in their own threads, one at a time per salt, and so per tenant.
 
-    So a tenant whose grammars take as long as they may leaves a thread to others. One whose caller has gone is not
-    begun; one that has begun keeps its turn, as it cannot be stopped.
+    A tenant with slow grammars therefore leaves a thread to others. Work whose caller has gone is not started;
+    started work keeps its turn, as it cannot be stopped.
     """
     turn, loop = _TURNS.setdefault(cache_salt, asyncio.Lock()), asyncio.get_running_loop()
     await turn.acquire()
@@ -147,9 +147,9 @@ async def _in_turn(cache_salt: str, work: Callable[[], Result]) -> Result:
 def _of_tools(
     tools: Tools, tokenizer: Tokenizer, tool_format: str, demanded: str, thoughts: Thoughts | Channels | None
 ) -> OutputForm:
-    """The form of an output that is calls, or where the model decides, what is demanded otherwise.
+    """The form of an output of tool calls; where the model may choose not to call, also the form of its answer.
 
-    If that is nothing, it is free unless it matters what is called, with which arguments or how often. Raises
+    Without such a form it is free, unless names, arguments or number of calls are restricted. Raises
     InvalidRequest if the functions cannot be called so, or the parser of calls does not go with that of thoughts.
     """
     known = format_of(tool_format, tokenizer.tool_template)

@@ -24,16 +24,16 @@ from orchestrator.sessions.session import Session
 
 logger = logging.getLogger(__name__)
 
-SETTLING_SECONDS = 1.0  # limit for which a request waits until its session is written
-NOTING_SECONDS = 0.1  # limit for which a request waits until the index has what others have left at targets
+SETTLING_SECONDS = 1.0  # longest wait of a request until its session is written
+NOTING_SECONDS = 0.1  # longest wait of a request until the index has the prefixes that others left at targets
 REFRESH_SECONDS = 30.0  # between two refreshes of all blocks that a target holds
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)  # after consecutive failures; then until the next record
 CLOSE_SECONDS = 5.0  # for writing the rest on close
 
 
 class _State(NamedTuple):
-    """What is to be written of a session: its state after a round; without a request the state before a turn that ended
-    without a round, under that turn's epoch; without both, the session is to be forgotten."""
+    """A session's state to write. With a request it is the state after a round. Without one it is the state before a
+    turn that ended without a round, under that turn's epoch. Without both, the session is forgotten."""
 
     session_id: ScopedId
     epoch: int
@@ -91,13 +91,13 @@ class Recorder:
     ) -> None:
         """Record a round: the session's place, its request's tokens, and the prefixes that its target holds."""
         state = _State(session.session_id, session.epoch, session, request, model_fingerprint, cache_salt)
-        self._put(state, has_ended=False)
+        self._enqueue(state, has_ended=False)
 
     def drop(self, session_id: ScopedId, epoch: int) -> None:
         """Forget a session that is not kept, unless a newer epoch of it is recorded here."""
         log = self._logs.get(session_id)
         if log is None or log.epoch <= epoch:
-            self._put(_State(session_id, epoch), has_ended=True)
+            self._enqueue(_State(session_id, epoch), has_ended=True)
 
     def end(self, session_id: ScopedId, epoch: int = 0, before: SessionRecord | None = None) -> None:
         """End the request of a kept session: its log is dropped once all is written.
@@ -106,15 +106,15 @@ class Recorder:
         """
         log = self._logs.get(session_id)
         if before is not None and (log is None or log.epoch < epoch):
-            self._put(_State(session_id, epoch, replace(before, epoch=epoch)), has_ended=True)
+            self._enqueue(_State(session_id, epoch, replace(before, epoch=epoch)), has_ended=True)
         elif log is not None and log.lost is not None and log.task is None:
-            self._put(log.lost, has_ended=True)
+            self._enqueue(log.lost, has_ended=True)
         elif log is not None:
             log.has_ended = True
             self._forget_if_done(session_id, log)
 
     async def settled(self, session_id: ScopedId) -> bool:
-        """Wait for a limited time until the newest state is written or failed; returns whether nothing is left."""
+        """Wait for a limited time until the newest state is written or has failed; returns whether nothing is left."""
         log = self._logs.get(session_id)
         if log is not None:
             with suppress(TimeoutError):
@@ -123,7 +123,7 @@ class Recorder:
         return log is None or log.waiting is None
 
     async def prefixes_noted(self) -> None:
-        """Wait for a short time until the index has the prefixes that sessions have left at targets so far."""
+        """Wait briefly until the index has the prefixes that sessions have left at targets."""
         with suppress(TimeoutError):
             async with asyncio.timeout(NOTING_SECONDS):
                 for log in list(self._logs.values()):
@@ -143,7 +143,7 @@ class Recorder:
     def unwritten(self, session_id: ScopedId, continues: bool = False) -> SessionRecord | None:
         """The newest state of a session that is not in the index yet.
 
-        Raises NotFound if that is to be continued, but could not be recorded: the index may have an earlier one.
+        Raises NotFound if the state should be continued but could not be recorded: the index may have an earlier one.
         """
         log = self._logs.get(session_id)
         if log is None or log.refusal is not None or log.waiting is None:
@@ -159,7 +159,7 @@ class Recorder:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
         await end(*tasks)
 
-    def _put(self, state: _State, has_ended: bool) -> None:
+    def _enqueue(self, state: _State, has_ended: bool) -> None:
         log = self._logs.setdefault(state.session_id, _Log())
         log.has_ended = has_ended
         log.put(state)
@@ -212,7 +212,7 @@ class Recorder:
         if state.request is None:
             return
         await self._record_request(log, state.request)
-        if log.epoch == state.epoch:  # otherwise a newer epoch has begun, of which nothing is written
+        if log.epoch == state.epoch:  # otherwise a newer epoch has begun, and none of it is written
             log.num_written = len(session.tokens)
             await self._note_prefixes(log, session, state)
 
@@ -228,7 +228,7 @@ class Recorder:
                 log.refused_request_id = request.request_id
 
     async def _note_prefixes(self, log: _Log, session: SessionRecord, state: _State) -> None:
-        """Note new blocks that the target holds, and from time to time all, as they are in use."""
+        """Record the target's new blocks, and from time to time all of them, as they are in use."""
         num_blocks, noted, now = session.target_length // BLOCK_TOKENS, log.noted, time.monotonic()
         if num_blocks == 0:
             return
@@ -257,7 +257,7 @@ def lost_turn(session_id: ScopedId) -> NotFound:
 
 
 def _lost(state: _State) -> _State | None:
-    """What is to be written of a state that could not be recorded, if its session may be continued."""
+    """The record for a state that could not be written, if its session may be continued."""
     is_kept = state.session is not None and (state.request is None or state.request.keeps_session)
     return _State(state.session_id, state.epoch, is_lost=True) if is_kept else None
 

@@ -1,1 +1,1 @@
-"""Thoughts before answers: how models mark them, the parser that finds them, and grammars of what follows them."""
+"""Reasoning before answers: how models mark it, the parser that finds it, and grammars of what follows it."""

@@ -1,4 +1,4 @@
-"""Which marks a model's thoughts have, those in its template or those that the operator names, and their grammar."""
+"""The marks of a model's reasoning, from its template or named by the operator, and the grammar of reasoning."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from orchestrator.tools.call_parser import written
 from orchestrator.tools.harmony import END, MARKS, MESSAGE, START, messages_grammar
 from orchestrator.tools.tool_format import ranges
 
-TAIL = 24  # tokens of a prompt among which a mark at its end is, also where it is no token of its own
+TAIL = 24  # last tokens of a prompt that are searched for a mark, which may take several tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family of models marks its thoughts."""
+    """How a family of models marks its reasoning."""
 
     begin: str
     end: str
-    is_always_inside: bool = False  # a prompt that has not closed thoughts counts as if it had opened them
+    is_always_inside: bool = False  # a prompt that has not closed reasoning counts as if it had opened it
 
 
 THINK = ReasoningFormat("<think>", "</think>")
 BRACKETS = ReasoningFormat("[THINK]", "[/THINK]")
-HARMONY, HARMONY_NAME = ReasoningFormat("<|channel|>", END), "openai_gptoss"  # of messages whose headers tell all
+HARMONY, HARMONY_NAME = (
+    ReasoningFormat("<|channel|>", END),
+    "openai_gptoss",
+)  # messages, by headers
 # By the names of vLLM's parsers.
 FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": replace(THINK, is_always_inside=True),
@@ -41,9 +44,9 @@ FORMATS: Mapping[str, ReasoningFormat] = {
 
 
 def thoughts_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer, named: str) -> Thoughts | Channels | None:
-    """The thoughts of an answer to this prompt, whose tokens these are; None where none are looked for.
+    """The reasoning of an answer to a prompt with these tokens; None if the answer is not parsed.
 
-    Only answers to chats are parsed: what follows other prompts is one text.
+    Only answers to chats are parsed: the output for other prompts is one text.
     """
     if not isinstance(prompt, ChatPrompt):
         return None
@@ -64,7 +67,7 @@ def thoughts_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer, nam
 
 
 def _written_by(template: str) -> ReasoningFormat | None:
-    """The format whose end of thoughts a template writes or looks for."""
+    """The format whose end-of-reasoning mark a template writes or looks for."""
     if HARMONY.begin in template:
         return HARMONY
     return next((known for known in (THINK, BRACKETS) if known.begin in template or known.end in template), None)
@@ -78,10 +81,10 @@ def shown(thoughts: Thoughts | Channels | None, tokenizer: Tokenizer) -> Mapping
 
 
 def after_thoughts(field: str, grammar: str, thoughts: Thoughts | Channels, added_tokens: AddedTokens) -> str:
-    """The grammar of an output whose thoughts are free, and the rest of which has this grammar, that `field` demands.
+    """The grammar of an output with free reasoning, followed by text of this grammar, which `field` demands.
 
-    Thoughts are text up to the mark of their end, whether that is one token or spelled with several. They must end if
-    the prompt has opened them; else there may be none. After them there may be two line breaks, as models write them.
+    Reasoning is text up to its end mark, which is one token or several. It must end if the prompt has opened it;
+    otherwise it is optional. Two line breaks may follow it, as models write them.
     Raises InvalidRequest if the grammar would be too large.
     """
     if isinstance(thoughts, Channels):

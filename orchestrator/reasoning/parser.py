@@ -1,4 +1,4 @@
-"""Parts the thoughts of an answer from its content, between marks or as messages, while its text is generated."""
+"""Separates an answer's reasoning from its content, by marks or by messages, while the text is generated."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ _FUNCTION = re.compile(re.escape(RECIPIENT) + f"({NAME})")
 
 
 class Parted(NamedTuple):
-    """A piece of an answer's thoughts, and a piece of what follows them; either may be empty."""
+    """A piece of an answer's reasoning, and a piece of the content after it; either may be empty."""
 
     thoughts: str
     content: str
 
 
 class _AnswerPart(Enum):
-    BEGINNING = auto()  # what comes first is not certain
+    BEGINNING = auto()  # undecided whether reasoning comes first
     THOUGHTS = auto()
-    BETWEEN = auto()  # blanks after the thoughts
+    BETWEEN = auto()  # blanks after the reasoning
     CONTENT = auto()
 
 
 class ReasoningParser:
-    """Reads one output. What is certain is told; joined, it is the same in whatever pieces the text came.
+    """Parses one output incrementally. The joined pieces do not depend on how the text was divided.
 
-    Blanks around thoughts belong to nothing. An output without thoughts is content as it is.
+    Blanks around reasoning are dropped. An output without reasoning is all content.
     """
 
     def __init__(self, thoughts: Thoughts) -> None:
         self._thoughts = thoughts
         self._in = _AnswerPart.BEGINNING
-        self._text = ""  # not told yet
-        self._has_told = False  # some of the thoughts
-        self.has_thoughts = False  # the output begins with thoughts, if only with an empty text
+        self._text = ""  # read, and not returned yet
+        self._has_returned = False  # whether some reasoning was returned
+        self.has_thoughts = False  # the output begins with reasoning, which may be empty
 
     @property
     def is_before_content(self) -> bool:
-        """Whether the thoughts have not ended, or what comes first is not certain."""
+        """Whether the reasoning has not ended, or it is undecided whether there is any."""
         return self._in in (_AnswerPart.BEGINNING, _AnswerPart.THOUGHTS)
 
     def push(self, text: str) -> Parted:
         """Read a further piece of the text."""
         self._text += text
-        told, content = "", ""
+        reasoning, content = "", ""
         if self._in is _AnswerPart.BEGINNING:
             self._read_beginning()
         if self._in is _AnswerPart.THOUGHTS:
-            told = self._read_thoughts()
+            reasoning = self._read_thoughts()
         if self._in is _AnswerPart.BETWEEN:
             self._text = self._text.lstrip()
             self._in = _AnswerPart.CONTENT if self._text else _AnswerPart.BETWEEN
         if self._in is _AnswerPart.CONTENT:
             content, self._text = self._text, ""
-        return Parted(told, content)
+        return Parted(reasoning, content)
 
     def finish(self) -> Parted:
         """What remains at the end of the text, which may be cut off anywhere."""
@@ -89,39 +89,38 @@ class ReasoningParser:
 
     def _read_thoughts(self) -> str:
         end = self._thoughts.end
-        text = self._text if self._has_told else self._text.lstrip()
+        text = self._text if self._has_returned else self._text.lstrip()
         thoughts, found, rest = text.partition(end)
         if not found:
             thoughts = text[: len(text) - overlap(text, end)]
         certain = thoughts.rstrip()
         self._text = rest if found else text[len(certain) :]
         self._in = _AnswerPart.BETWEEN if found else _AnswerPart.THOUGHTS
-        self._has_told = self._has_told or bool(certain)
+        self._has_returned = self._has_returned or bool(certain)
         return certain
 
 
 class _MessagePart(Enum):
-    BEGINNING = auto()  # the first header, unless what comes is no header
+    BEGINNING = auto()  # undecided whether the output begins with a header
     HEADER = auto()
     THOUGHTS = auto()
     CONTENT = auto()
-    BEFORE_CALL = auto()  # whether the body is an object is not certain
+    BEFORE_CALL = auto()  # undecided whether the body is an object
     CALL = auto()
 
 
 class HarmonyParser:
-    """Reads one output. What is certain is told; joined, it is the same in whatever pieces the text came.
+    """Parses one output incrementally. The joined pieces do not depend on how the text was divided.
 
-    Calls are part of the content, as `orchestrator.tools.harmony.HARMONY` reads them. Where none are looked for, and
-    where a message goes to something else than a function, its text counts as thoughts. An output without headers is
-    content.
+    Calls become part of the content, as `orchestrator.tools.harmony.HARMONY` reads them. Without `has_calls`, and in
+    messages to anything but a function, their text counts as reasoning. An output without headers is all content.
     """
 
     def __init__(self, channels: Channels, *, has_calls: bool) -> None:
         self._header, self._has_calls = channels.header, has_calls
         self._name = ""  # of the function that is called
         self._in = _MessagePart.BEGINNING
-        self._text = ""  # not told yet
+        self._text = ""  # read, and not returned yet
         self._gap = dict.fromkeys(
             (_MessagePart.THOUGHTS, _MessagePart.CONTENT), ""
         )  # before the next message of a kind
@@ -139,12 +138,12 @@ class HarmonyParser:
         return Parted(thoughts, content)
 
     def finish(self) -> Parted:
-        """What remains at the end of the text, which may be cut off anywhere; a header that was cut off is none."""
+        """What remains at the end of the text, which may be cut off anywhere; a cut-off header is dropped."""
         rest, self._text = self._text, ""
         if self._in is _MessagePart.BEGINNING and not any(mark in rest for mark in MARKS):
             self._in = _MessagePart.CONTENT
         is_open = self._in in (_MessagePart.THOUGHTS, _MessagePart.CONTENT, _MessagePart.CALL) and bool(rest)
-        return self._told(rest) if is_open else Parted("", "")
+        return self._piece(rest) if is_open else Parted("", "")
 
     def _read(self) -> Parted | None:
         """Read what is certain; None if more must come."""
@@ -179,7 +178,7 @@ class HarmonyParser:
         self.is_before_content = self.is_before_content and self._in is _MessagePart.THOUGHTS
 
     def _read_call_begin(self) -> Parted | None:
-        """Begin a call if its body is an object; what else is said to a function counts as thoughts."""
+        """Begin a call if its body is an object; other text sent to a function counts as reasoning."""
         body = self._text.lstrip()
         if not body:
             return None
@@ -193,9 +192,9 @@ class HarmonyParser:
         if found is None:
             certain = len(text) - max(overlap(text, mark) for mark in MARKS)
             self._text = text[certain:]
-            return self._told(text[:certain]) if certain else None
+            return self._piece(text[:certain]) if certain else None
         begin, mark = found
-        parted, is_kept = self._told(text[:begin]), mark in (START, CHANNEL)  # of the next header
+        parted, is_kept = self._piece(text[:begin]), mark in (START, CHANNEL)  # of the next header
         self._text = text[begin if is_kept else begin + len(mark) :]
         if mark not in (MESSAGE, CONSTRAIN):  # which end nothing, and should not be there
             if self._in in self._gap:
@@ -203,7 +202,7 @@ class HarmonyParser:
             self._in = _MessagePart.HEADER
         return parted
 
-    def _told(self, text: str) -> Parted:
+    def _piece(self, text: str) -> Parted:
         """A piece of a body, after a line break if messages of its kind came before."""
         if text and self._in in self._gap:
             text, self._gap[self._in] = self._gap[self._in] + text, ""

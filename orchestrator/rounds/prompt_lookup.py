@@ -1,5 +1,5 @@
-"""Prompt lookup: guesses from earlier continuations in a session's own text, which a suffix automaton finds, and how
-often they were right."""
+"""Prompt lookup: a suffix automaton finds earlier continuations in a session's text, with estimates of how often
+such guesses are right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = Callable[[Callable[[], None]], Awaitable[None]]
 MAX_BRANCH = 4  # continuations considered for each node
 PRIOR_WEIGHT = 8.0  # of an estimate's prior, in trials
 MEMORY = 500.0  # trials of a kind, after which older ones weigh less
-MAX_READ = 1024  # tokens read at once, so that a long prompt does not delay other sessions
+MAX_READ = 1024  # tokens read at once: a long prompt must not delay other sessions
 
 
 class TextMatch(NamedTuple):
@@ -41,7 +41,7 @@ class Follower(NamedTuple):
 
 
 class DraftOpinion(IntEnum):
-    """What the draft model's tree says about a guess from lookup."""
+    """Whether the draft model's tree agrees with a guess from lookup."""
 
     SILENT = 0  # the draft has no children below the same parent
     OTHERWISE = 1  # the draft has only other tokens there
@@ -230,7 +230,7 @@ def _draft(tree: Tree, children: dict[int, int], token: int) -> DraftOpinion:
     return next((draft for draft, bound in _BOUNDS if log_prob < bound), DraftOpinion.LIKELY)
 
 
-# Measured (docs/decisions/041-prompt-lookup.md); shrunk towards the middle where few were measured.
+# Measured (docs/decisions/041-prompt-lookup.md); kinds with few samples are shrunk towards the mean.
 FIRST_CHOICE = (0.2, 0.55, 0.7, 0.9, 0.95)  # by the power of two of the match length
 LATER_CHOICE = 0.1  # share of the remaining probability that each later choice gets
 DRAFT = {  # for the shortest match
@@ -328,7 +328,7 @@ class PromptLookup:
         return grow_continuations(self._text, drafted, limits, self._log_prob)
 
     def observe(self, guesses: Guesses, chosen: Sequence[int]) -> None:
-        """Learn from the tokens that the target chose below the root, whether the guesses were sent or not."""
+        """Learn from the tokens that the target chose below the root, for guesses that were sent and others alike."""
         tree = guesses.tree
         for node, token in zip((0, *tree.along(chosen)), chosen, strict=False):
             for child in np.flatnonzero(tree.parents == node).tolist():

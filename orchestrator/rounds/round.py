@@ -1,4 +1,4 @@
-"""The main loop: plan, grow, propose, verify, commit; and how a prompt is scored before it, as trees of one path."""
+"""The main loop: plan, grow, propose, verify, commit. Also scores prompts before it, as trees of one path."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Rounds:
     lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # shared by all sessions
 
     def lookup(self, session: Session, resources: ExitStack) -> PromptLookup:
-        """Guesses from the session's text, which is read until `resources` are closed, or to its end."""
+        """Guesses from the session's text, which is read in the background until its end or until `resources` close."""
         lookup = PromptLookup(self.lookups)
         known = session.tokens[:] if self._num_lookup(session) else ()
         resources.enter_context(lookup.reading(known, self.directory.tokenizing.run))
@@ -124,8 +124,8 @@ class Rounds:
     def _situation(self, session: Session, place: TargetPlace, draft: DraftHandle | None) -> Situation:
         """The sizer's input. Sampled schemes use prompt lookup only if the request asks for it.
 
-        Sampled schemes draw anew in every round: the same seed gives the same text only if rounds end alike, and lookup
-        depends on other sessions' experience.
+        Sampled schemes draw anew in every round: the same seed gives the same text only if rounds end at the same
+        tokens, and lookup depends on other sessions' experience.
         """
         speculation = session.speculation
         num_before = len(session.tokens) - 1
@@ -166,7 +166,7 @@ class Rounds:
             logger.warning("%s: %s", draft.record.worker_id, exc)
             if isinstance(exc, Unavailable):
                 draft.health.lost()
-            # Refusing a request, as for a context longer than its own, is no fault.
+            # Refusing a request, such as a context longer than the draft's own, is no fault.
             elif isinstance(exc, InvalidTree) or not isinstance(exc, InvalidRequest):
                 draft.health.failed(session.session_id)
             session.draft_held = 0
@@ -205,9 +205,9 @@ def _timings(began_ns: int, drafting: Timed, result: VerifyResult, verifying: Ti
 
 @dataclass(slots=True)
 class PromptScoring:
-    """The log-probabilities of a session's prompt, a tree's worth at a time, each with `num_top` alternatives.
+    """The log-probabilities of a session's prompt, one tree of tokens at a time, each with `num_top` alternatives.
 
-    The whole prompt is computed, whatever the target holds of it. Afterwards the target holds all of it.
+    The whole prompt is computed even if the target has cached it. Afterwards the target has cached all of it.
     """
 
     session: Session
@@ -233,7 +233,7 @@ class PromptScoring:
             place.believe(0)
             session.cached_tokens, self._num_scored = 0, 1
             return PromptLogprobs(tuple(prompt[:1]), (), self._begins[:1])
-        # The last token that was scored is the root, as its keys and values count as not held.
+        # The last scored token is the root: its keys and values count as missing.
         end = min(begin - 1 + place.target.info.max_nodes, session.prompt_length)
         chain = [*session.tokens[begin - 1 : end]]
         proposal = Proposal(Tree.chain(chain), False, np.zeros(0, np.intp), is_given=True)
@@ -260,7 +260,7 @@ def _standing_at(session: Session, length: int, num_top: int) -> Iterator[None]:
 
 
 def token_begins(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[int, ...]:
-    """Where each token of a prompt begins in the text that `decode_prompt` gives; what is added to it takes no room."""
+    """Where each token of a prompt begins in the text of `decode_prompt`; added special tokens take no room."""
     text = TextStream(partial(tokenizer.decode_showing, shown=tokenizer.special_tokens))
     num_added = tokenizer.num_added(prompt)
     begins = [0] * num_added

@@ -1,4 +1,4 @@
-"""Verifies at any target that can: one that fails or has no room costs time, and nothing else."""
+"""Verifies at any suitable target: a target that fails or has no room costs only time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from orchestrator.sizing.plans import Proposal
 logger = logging.getLogger(__name__)
 
 RETRY_SLOT_SECONDS = 0.25  # between two requests for a slot
-RETRY_SECONDS = 1.0  # for so long after the first fault only the same target is tried
-MOST_TARGETS = 3  # at which one call may fail, or which it may bring down, in a row before it is the call's own fault
-MOST_IN_ALL = 9  # the same, if others were lost without it or had no room in between, as while all targets restart
-DOUBT_SECONDS = 4.0  # before the last target that a call may bring down: others may be lost without it meanwhile
+RETRY_SECONDS = 1.0  # after the first fault, time in which only the same target is tried
+MOST_TARGETS = 3  # consecutive targets that a call may fail at or bring down before it counts as the call's own fault
+MOST_IN_ALL = 9  # the same, if meanwhile others were lost without it or had no room, as while all targets restart
+DOUBT_SECONDS = 4.0  # pause before the last target that a call may bring down: others may be lost without it meanwhile
 MOST_REMEMBERED = 64  # targets that were lost
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5  # between two attempts
 
@@ -44,10 +44,10 @@ class _Trouble:
     num_in_all: int = 0
     lost_with: set[str] = field(default_factory=set)  # targets that were lost in a sweep with it
     counted_at: float = 0.0  # when the last of them was
-    away_seconds: float = 0.0  # spent without a target that could be used since the last answer, so not while calls ran
+    away_seconds: float = 0.0  # seconds without a usable target since the last answer; the time of calls does not count
 
     def answered(self) -> None:
-        """Note that since the last fault a target had no room for the call: targets are there, and not lost over it."""
+        """Note that a target refused the call for lack of room since the last fault: the call did not bring it down."""
         self.began, self.pause_seconds = time.monotonic(), FIRST_PAUSE_SECONDS
         self.num_in_row, self.away_seconds = 0, 0.0
 
@@ -105,7 +105,7 @@ class Verifier:
             try:
                 answer = await self._step(session, place, proposal)
             except asyncio.CancelledError:
-                place.interrupted()  # leaves the queue at once, not when its reader has read what is last
+                place.interrupted()  # leaves the queue at once, before its reader takes the last event
                 raise
             except StaleEpoch as exc:
                 if has_overtaken:
@@ -130,9 +130,9 @@ class Verifier:
                     return answer
 
     async def _step(self, session: Session, place: TargetPlace, proposal: Proposal) -> TimedResult | None:
-        """Ask for the verdict, or for a slot where the session needs one first. None if there is more to ask."""
+        """Ask for the verdict, or for a slot if the session needs one first. None if another call is needed."""
         queue = self._queues[session.target_identity]
-        # A session whose KV the target holds does not wait: the others may be waiting for its very slot.
+        # A session whose KV is at the target does not wait: the others may be waiting for its slot.
         # One that was moved reserves its slot first, since the sessions of a lost target all come at the same time.
         is_late = place.state is PlaceState.NEW and not place.held and not queue.is_empty
         if is_late or place.state is PlaceState.MOVING:
@@ -154,7 +154,7 @@ class Verifier:
         if place.state is not PlaceState.HELD:
             place.wait(queue, session.epoch)
         with self._waiting(session):
-            if place.state is PlaceState.HELD or place.num_refused > 1:  # or a reservation was no use
+            if place.state is PlaceState.HELD or place.num_refused > 1:  # or the reservation failed
                 await asyncio.sleep(RETRY_SLOT_SECONDS)
         return None
 
@@ -169,7 +169,7 @@ class Verifier:
             try:
                 held, answer = await target.client.reserve(session, proposal, target.num_running + 1, seconds)
             except asyncio.CancelledError:
-                if not is_home:  # it may have reserved a slot, and will not be told of the request's end
+                if not is_home:  # it may have reserved a slot, and would not hear of the request's end
                     self.endings.let_go(session, target, place)
                 raise
             except Exhausted as exc:
@@ -262,7 +262,7 @@ class Verifier:
             raise BoughError(f"this request has failed at {where}, the last with: {exc}") from exc
 
     def _note_loss(self, worker_id: str, trouble: _Trouble, exc: BoughError) -> None:
-        """Begin the call's count anew if targets were lost without it since it was counted last."""
+        """Restart the call's count if targets were lost without it since it was last counted."""
         if not isinstance(exc, NoAnswer):
             return
         self._lost_at.setdefault(worker_id, time.monotonic())
@@ -301,11 +301,11 @@ class Verifier:
         return None
 
     async def _move(self, session: Session, place: TargetPlace, target: TargetHandle, exc: BoughError) -> None:
-        """Move the session; its tokens are all that the other target needs, and are computed again."""
-        # It may be there still, with a slot. By the epoch of before: a process at its address may be the new target.
+        """Move the session; the other target needs only its tokens, and computes them again."""
+        # It may still have a slot there. Use the earlier epoch: the process at its address may be the new target.
         self.endings.let_go(session, place.target, place)
         lost_id, new_id = place.target.record.worker_id, target.record.worker_id
-        place.move(target)  # before anything is waited for, so that others see it
+        place.move(target)  # before any wait: others must see it
         await self.claims.renew(session)
         logger.warning("session %s moves from %s to %s", session.session_id, lost_id, new_id)
         session.warn(f"{lost_id} failed ({exc}): {new_id} has taken over")

@@ -38,8 +38,8 @@ class PromptRead(NamedTuple):
 class ModelTexts:
     """Tokenizes for models by name; the empty name means the only served model.
 
-    While a target that was there lately is away, calls wait for it as new requests do. A prompt of token ids that is
-    to be told again waits here before its request is let in, whose own waits are counted anew.
+    While a recently used target is away, calls wait for it as new requests do. A prompt of token ids that the API
+    echoes as text waits here before its request is admitted; the request's own waits are counted separately.
     """
 
     waiting: TargetWaiting
@@ -78,7 +78,7 @@ class ModelTexts:
         return self._target(model).tokenizer
 
     def tool_format(self, model: str) -> ToolFormat:
-        """How a model calls tools. Raises as `tokens` does."""
+        """A model's format of tool calls. Raises as `tokens` does."""
         return format_of(self.config.tool_call_parser, self.tokenizer(model).tool_template)
 
     async def _awaited(self, model: str) -> TargetHandle:

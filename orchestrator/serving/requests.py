@@ -80,7 +80,7 @@ class Requests:
         hold: Hold | None = None,
         tenant: str = "",
     ) -> AsyncGenerator[Event]:
-        """Yield the events of a request, which has an id and perhaps its turn already; closing the generator frees all.
+        """Yield the events of a request with an id, perhaps with its turn already; closing the generator frees all.
 
         Raises:
             InvalidRequest: names the invalid field.
@@ -96,7 +96,7 @@ class Requests:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Measure the event loop's lag during the block; afterwards, clean up what streams have left."""
+        """Measure the event loop's lag during the block; afterwards release what streams have left."""
         try:
             async with self.loop_lag.running():
                 yield
@@ -205,7 +205,7 @@ class Requests:
 class Stage(Enum):
     """Of a request's life."""
 
-    ADMITTED = "admitted"  # to the running requests; it waits for its place, and is opened
+    ADMITTED = "admitted"  # among the running requests; it waits for its place, and is opened
     SCORING = "scoring"  # its prompt's tokens
     ROUNDS = "rounds"
     ENDED = "ended"
@@ -214,15 +214,15 @@ class Stage(Enum):
 class RequestRun(Stream):
     """One request, from its admission to its end; the next step is taken when its reader asks for an event.
 
-    What it holds is freed in reverse order of taking, and as soon as it ends with an error, even while the reader has
-    the last event and has not asked for the next.
+    Its resources are freed in reverse order. After an error they are freed at once, even if the reader has not asked
+    for the next event.
     """
 
     def __init__(self, requests: Requests, prompt: Prompt, options: GenerateOptions, hold: Hold, tenant: str) -> None:
         super().__init__(ScopedId(options.request_id, tenant), ScopedId(options.session_id, tenant), hold)
         self._all, self._prompt, self._options = requests, prompt, options
         self._stage = Stage.ADMITTED
-        self._ready: deque[Event] = deque()  # made, and not read yet
+        self._ready: deque[Event] = deque()  # made, not yet read
         self._earlier: Stream | None = None  # of the same request, whose place this one has taken over
 
     async def run(self, timeout_seconds: float | None) -> AsyncGenerator[Event]:
@@ -245,7 +245,7 @@ class RequestRun(Stream):
                     yield event
                 if self.error is not None:
                     raise self.error
-        except BaseException as exc:  # also where its caller leaves
+        except BaseException as exc:  # also if its caller leaves
             watch.failed(exc)
             raise
         finally:
@@ -261,7 +261,7 @@ class RequestRun(Stream):
             self.supersede(earlier)
 
     async def _step(self) -> None:
-        """Make the next events. Whatever ends the request ends its wait at once."""
+        """Make the next events. Anything that ends the request ends the wait at once."""
         match self._stage:
             case Stage.ADMITTED:
                 await self._begin()

@@ -36,7 +36,7 @@ class _Session:
     """A named session of a tenant."""
 
     num_running: int = 0  # requests that wait for a place, or have one
-    has_begun: bool = False  # whether one of its requests has; otherwise it goes with the last of them
+    has_begun: bool = False  # whether one of its requests has begun; if not, the last one drops the session
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Account:
     sessions: dict[str, _Session] = field(default_factory=dict)  # by name; last used last
 
     def settle(self, now: float, per_minute: int) -> None:
-        """Deduct the rate limit's tokens for the time since the last settlement."""
+        """Deduct the rate limit's tokens for the time since the last update."""
         paid = (now - self.settled_at) * per_minute / MINUTE_SECONDS
         self.num_owed, self.settled_at = max(0.0, self.num_owed - paid), now
 
@@ -109,7 +109,7 @@ class TenantUsage:
     def _require_room(self, key: ApiKey, account: _Account, session: str, num: int) -> None:
         others = (one for name, one in account.sessions.items() if name != session)
         if session and (num_busy := sum(one.num_running > 0 for one in others)) >= _most_sessions(key):
-            raise Exhausted(f"sessions: a request runs in each of the {num_busy} of this key", RETRY_SECONDS)
+            raise Exhausted(f"sessions: a request runs in each of this key's {num_busy} sessions", RETRY_SECONDS)
         if key.requests and account.num_running + num > key.requests:
             limit = f"and {num} more are above its limit of {key.requests}"
             raise Exhausted(f"requests: {account.num_running} of this key run, {limit}", RETRY_SECONDS)
@@ -174,10 +174,10 @@ class Tenant:
     def together(
         self, wanted: Sequence[tuple[Prompt, GenerateOptions]], timeout_seconds: float | None = None
     ) -> Iterator[list[AsyncGenerator[Event]]]:
-        """The events of each request of one call. They are let in together or not at all: then none begins.
+        """The events of each request of one call. Either all are admitted or none.
 
-        Requests with the same prompt object are choices, whose options differ in ids and seeds alone. Raises Exhausted
-        or Unavailable if they have no room; each stream raises what `generate` does.
+        Requests with the same prompt object are choices: their options differ only in ids and seeds. Raises Exhausted
+        or Unavailable if there is no room; each stream raises what `generate` does.
         """
         for prompt, options in {id(prompt): (prompt, options) for prompt, options in wanted}.values():
             require_texts(prompt, options)
@@ -189,7 +189,7 @@ class Tenant:
 
     @contextmanager
     def decoding(self, num_tokens: int) -> Iterator[None]:
-        """Count a large message as a request while it is decoded; if it is refused it has used so many tokens.
+        """Count a large message as a request while it is decoded; a refused one is charged this number of tokens.
 
         Raises Exhausted at the key's limits.
         """
@@ -208,7 +208,7 @@ class Tenant:
 
     @property
     def most_at_once(self) -> int:
-        """How many requests of a call can ever be let in together."""
+        """The most requests of one call that can ever be admitted together."""
         admission = self.requests.admission
         most = admission.max_running + admission.max_waiting
         return min(most, self.key.requests) if self.key is not None and self.key.requests else most
@@ -247,7 +247,7 @@ class Tenant:
 
     @contextmanager
     def _held(self, num: int) -> Iterator[Sequence[Hold | None]]:
-        """Places or turns of several requests; one alone takes its own when it has been looked at."""
+        """Places or turns for several requests; a single one takes its own after its checks."""
         if num == 1:
             yield (None,)
             return
@@ -275,12 +275,12 @@ class Tenant:
         return self.requests.decisions(self._id(name))
 
     async def _close_surplus(self) -> None:
-        """Closes those sessions that the tenant has beyond what its key allows, where the index can be told."""
+        """Closes a tenant's sessions beyond its key's limit, while the index is reachable."""
         if self.key is not None and not self.requests.directory.index_problem:
             for name in self.usage.surplus(self.key):
                 if name not in self.usage.surplus(self.key):
-                    continue  # while another was closed, a request has begun in it, or someone else has closed it
-                with suppress(BoughError):  # of an index or a worker that does not answer: tried again
+                    continue  # while another was closed, a request began in it, or somebody else closed it
+                with suppress(BoughError):  # the index or a worker does not answer: try again
                     with suppress(NotFound):  # it has ended by itself
                         await self.requests.close_session(self._id(name))
                     self.usage.forget(self.key, name)

@@ -1,4 +1,4 @@
-"""Incremental detokenizer: emits only whole characters, and nothing from a stop text on."""
+"""Incremental detokenizer: emits whole characters only, and nothing after the start of a stop text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 REPLACEMENT = "\ufffd"  # decoders' output for incomplete characters
-MAX_HALF = 3  # limit of bytes of an incomplete UTF-8 character, and so of U+FFFD that stand for them
+MAX_HALF = 3  # limit of bytes of an incomplete UTF-8 character, and so of the U+FFFD in its place
 MAX_WINDOW = 24  # limit of tokens that are decoded at once
 SHORT_WINDOW = 8  # tokens that determine how a text ends
 
@@ -20,11 +20,10 @@ class TextPiece(NamedTuple):
 
 
 class StopTexts:
-    """Stop texts, of which a text that grows may contain one.
+    """Finds stop texts in a growing text.
 
-    A part of the text that cannot become a stop text any more never can again, so where the text is held back from only
-    moves forward: over a whole output that is one look into the sorted stop texts for each character, however many and
-    long they are.
+    Text that cannot become a stop text never will, so the start of the withheld text only moves forward. A whole output
+    takes one lookup in the sorted stop texts for each character, whatever their number and length.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -32,19 +31,19 @@ class StopTexts:
         self._longest = max(map(len, texts), default=0)
 
     def first(self, text: str, new_from: int) -> tuple[int, str] | None:
-        """Where the first stop text begins that ends behind `new_from`, and which; the lesser if two begin there."""
+        """Where the first stop text that ends after `new_from` begins, and which; the lesser if two begin there."""
         found = (
             (where, stop) for stop in self._sorted if (where := text.find(stop, max(0, new_from - len(stop) + 1))) >= 0
         )
         return min(found, default=None)
 
     def begins(self, text: str) -> int:
-        """Where the longest end of a text begins that may become a stop text."""
+        """Where the longest suffix that may become a stop text begins."""
         first = max(0, len(text) - self._longest + 1)
         return next((begin for begin in range(first, len(text)) if self.may_become(text[begin:])), len(text))
 
     def may_become(self, part: str) -> bool:
-        """Whether a stop text begins with `part` and is longer: it is the next one in their order then."""
+        """Whether a longer stop text begins with `part`: it would be the next in sorted order."""
         place = bisect_right(self._sorted, part)
         return place < len(self._sorted) and self._sorted[place].startswith(part)
 
@@ -63,10 +62,13 @@ class TextStream:
         min_tokens: int = 0,
         include_stop: bool = False,
     ) -> None:
-        """A stop text that is complete with the first `min_tokens` tokens ends nothing."""
+        """A stop text that is complete within the first `min_tokens` tokens is ignored."""
         self._decode = decode
         self._stops = StopTexts(stop)
-        self._num_early, self._includes_stop = min_tokens, include_stop  # tokens still to come before any end
+        self._num_early, self._includes_stop = (
+            min_tokens,
+            include_stop,
+        )  # tokens before the output may end
         self._window: list[int] = []  # the last tokens; earlier ones no longer affect decoding
         self._num_complete = 0  # tokens of the window that form whole characters, all emitted
         self._num_taken = 0  # characters of the window's text that were emitted
@@ -75,7 +77,7 @@ class TextStream:
 
     @property
     def length(self) -> int:
-        """Characters of the text so far, with those held back: where the next token's text begins."""
+        """Characters of the text so far, withheld ones included: where the next token's text begins."""
         return self._num_emitted + len(self._held)
 
     def push(self, token: int) -> TextPiece:
@@ -124,11 +126,11 @@ class TextStream:
 
     def _emit(self, new: str) -> TextPiece:
         text = self._held + new
-        new_from = len(self._held)  # what is held back has no stop text that counts
+        new_from = len(self._held)  # the withheld text contains no stop text that counts
         if self._num_early < 0 and (found := self._stops.first(text, new_from)) is not None:
             where, stop = found
             self._held = ""
-            self._window, self._num_complete, self._num_taken = [], 0, 0  # nothing beyond the stop text is told
+            self._window, self._num_complete, self._num_taken = [], 0, 0  # nothing after the stop text is emitted
             return TextPiece(text[: where + len(stop)] if self._includes_stop else text[:where], stop)
         end = self._stops.begins(text)
         self._held = text[end:]
@@ -137,5 +139,5 @@ class TextStream:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of a text with which a mark may begin."""
+    """Length of the longest suffix of a text that is a prefix of a mark."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

@@ -37,7 +37,7 @@ from bough.telemetry.tracing import NO_SPAN, Span
 from bough.trees.tree import Tree
 from orchestrator.sessions.detokenizer import TextStream
 
-LATE_SECONDS = 1.0  # by which a worker's call outlasts the request, so that the request is late and not the worker
+LATE_SECONDS = 1.0  # a worker's call outlasts the request by this: the request times out, not the worker
 
 
 @dataclass(slots=True)
@@ -93,11 +93,11 @@ class Session:
     has_claim: bool = False  # whether the index has granted the epoch
     deadline: Deadline = field(default_factory=Deadline)
     round: int = 0
-    target_cached: int = 0  # leading tokens that it probably caches for other sessions, before it has answered
+    target_cached: int = 0  # leading tokens that it probably caches from other sessions, before its first answer
     draft_held: int = 0
     draft_id: str = ""  # worker asked last
     prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt, before any round
-    thoughts: Thoughts | Channels | None = None  # how the output marks them; None if they are not looked for
+    thoughts: Thoughts | Channels | None = None  # how the output marks reasoning; None if it is not parsed
     cache_salt: str = ""  # KV is shared only with sessions of the same salt
     born_us: int = 0  # when the session's first request began, as an epoch
     num_replayed: int = 0  # output tokens from before the request was resumed
@@ -122,7 +122,7 @@ class Session:
 
     @property
     def num_remaining(self) -> int:
-        """Limit of tokens still to come."""
+        """Limit of tokens still to be generated."""
         return min(self.stops.max_tokens - self.num_generated, self.max_context - len(self.tokens))
 
     @property
@@ -141,15 +141,15 @@ class Session:
         return self.target_identity, self.weights_hash
 
     def require_weights(self, target: WorkerInfo) -> None:
-        """Check a target's weights before verifying there; its hash may have become known since the last time.
+        """Check a target's weights before verifying there; their hash may have become known since the last check.
 
-        Raises BoughError for other weights than the session's, as its tokens may be of both. Not Unavailable, which
-        clients would retry silently.
+        Raises BoughError for other weights than the session's, as its tokens may come from both. Unavailable would be
+        wrong: clients retry it silently.
         """
         if weights_differ(self.weights_hash, target.weights_hash):
             raise BoughError(
                 f"weights: must be {self.weights_hash}, with which the session began, got {target.weights_hash} of "
-                f"{target.worker_id}; the last tokens may be of either: ask again from the beginning"
+                f"{target.worker_id}; the last tokens may come from either: send the request again"
             )
         self.weights_hash = self.weights_hash or target.weights_hash
 

@@ -34,7 +34,7 @@ class TreeGains(NamedTuple):
 
     @classmethod
     def of(cls, values: FloatArray) -> TreeGains:
-        """The gains of a grown tree; `values` (num_nodes,) are its nodes' acceptance probabilities, root included."""
+        """The gains of a grown tree; `values` (num_nodes,) are the acceptance probabilities of all nodes."""
         ranked = -np.sort(-values)[1:]
         covered = np.minimum(np.maximum(len(ranked) - EDGES[:-1], 0), SIZES)
         num = int((covered > 0).sum())
@@ -64,7 +64,7 @@ class GainProfile:
             self.means[:num] += tree.shares / self._rounds[:num] * (tree.means - self.means[:num])
             change = min(MOST_CHANGE, max(LEAST_CHANGE, self._mean_of(num) / before)) if before > 0 else 1.0
             self.means[num:] *= change
-        else:  # no node was worth a draft step: count the round as a gain of 0
+        else:  # no node paid for a draft step: count the round as a gain of 0
             self._rounds *= decay
             self.means *= decay
 
@@ -82,19 +82,21 @@ class GainProfile:
 
 @dataclass(frozen=True, slots=True)
 class SweepLoad:
-    """The load of a sweep besides a session's own tree, and the time of a round besides the sweep."""
+    """The load of a sweep except the session's own tree, and the time of a round except the sweep."""
 
     curve: CostCurve  # seconds of the sweep by rows
     num_context: int = 0  # context rows of the session itself
     num_trees: int = 1  # sessions that share the sweep, this one included
-    other_rows: int | None = 0  # recent rows of the other sessions, trees and contexts; None is as many each as its own
+    other_rows: int | None = (
+        0  # recent rows of the other sessions, trees and contexts; None assumes as many each as its own
+    )
     fixed_seconds: float = 0.0  # network, queue and other time that does not depend on the tree
 
     def seconds_if_all(self, num_nodes: NDArray[np.int64]) -> FloatArray:
         """(num_sizes,) seconds of a round, without drafting, if every session's tree has `num_nodes` nodes.
 
-        Sessions that share a sweep decide by the same rule at the same time. Taking the others' trees as given would
-        oscillate: a session would see a full sweep and send no tree, the next would see an empty one, and so on.
+        Sessions that share a sweep decide by the same rule at the same time. Taking the others' trees as fixed would
+        oscillate: one session would see a full sweep and send no tree, the next would see an empty one, and so on.
         """
         return self.fixed_seconds + seconds_at(self.curve, self.num_context + self.num_trees * num_nodes)
 

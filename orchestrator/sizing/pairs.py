@@ -1,4 +1,4 @@
-"""What a sizer has learnt from all sessions of a pair of draft and target: the prior of new sessions."""
+"""A sizer's statistics of all sessions of a pair of draft and target: the prior of new sessions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bough.trees.tree import Tree, along_paths
 from bough.trees.tree_plan import Scheme
 from orchestrator.sizing.choice import GainProfile
 
-DECAY = 0.5 ** (1 / 20)  # of what is learnt of margins, in a round
+DECAY = 0.5 ** (1 / 20)  # decay of the margins' statistics, per round
 MOST_LEVELS = 32  # levels with their own statistics; deeper ones count with the last
 PRIOR_WEIGHT, PRIOR_MARGIN = 0.5, 0.7  # prior of a level's ratio of gain to bound
 PRIOR_GAINS = PRIOR_WEIGHT * PRIOR_MARGIN ** np.arange(1, MOST_LEVELS + 1)  # (MOST_LEVELS,)
@@ -59,7 +59,7 @@ class View:
 
 @dataclass(slots=True)
 class SessionBias:
-    """One session's bias: how much better its guesses are than others', in log-odds."""
+    """One session's bias, in log-odds: how much better its guesses are than other sessions'."""
 
     value: float = 0.0
     information: float = 0.0  # Fisher information of all its guesses; older ones weigh less
@@ -131,7 +131,7 @@ class AcceptanceModel:
         bias.value += min(LONGEST_STEP, max(-LONGEST_STEP, change))
 
     def view(self, tree: Tree) -> View:
-        """What does not change while a tree is evaluated."""
+        """The features of a tree that stay fixed while it is evaluated."""
         if self._last is None or self._last.tree is not tree:
             ancestors = tree.ancestors()
             depths = along_paths(np.add, np.minimum(np.arange(len(tree)), 1), ancestors)
@@ -162,7 +162,7 @@ def _sigmoid(logits: FloatArray) -> FloatArray:
 
 
 class PairKey(NamedTuple):
-    """A kind of guess; what is learnt about one kind says little about another."""
+    """A kind of guess; statistics of one kind say little about another."""
 
     target_identity: str
     draft_identity: str
@@ -174,8 +174,8 @@ class Margin:
     """Gains of draft steps relative to the bounds that the draft worker compares with its least gain.
 
     The worker assumes that the children of an expanded node together are as probable as the node by the draft's own
-    probabilities. This class learns, for each level of a tree, what they are worth by calibrated probabilities: less
-    for an overconfident draft, and less the deeper.
+    probabilities. This class learns their worth by calibrated probabilities for each level of a tree: it is less for
+    an overconfident draft, and decreases with depth.
     """
 
     def __init__(self) -> None:
@@ -217,7 +217,7 @@ class Margin:
 class Trust:
     """The ratio of accepted to expected tokens in a pair's latest rounds.
 
-    It corrects expectations that are far off sooner than the calibration of single guesses does.
+    It corrects large errors of the expectation sooner than the calibration of single guesses does.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class RoundStats:
 
     drafted: GainProfile = field(default_factory=GainProfile)  # of rounds with a drafted tree
     looked_up: GainProfile = field(default_factory=lambda: GainProfile(prior_gain=PRIOR_LOOKUP_GAIN))  # of the others
-    num_steps: float | None = None  # average draft steps of a tree, of which draft-ahead may save all
+    num_steps: float | None = None  # average draft steps of a tree; draft-ahead may save all of them
     is_drafting: bool = True  # whether drafting pays
     num_contrary: int = 0  # consecutive rounds that suggest the opposite
 

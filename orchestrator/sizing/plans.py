@@ -1,4 +1,4 @@
-"""The sizers' Protocol: what a sizer is asked, what it answers, and what it learns from."""
+"""The Protocol of sizers: their inputs, their answers, and what they learn from."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def merged(tree: Tree, other: Tree, budget: int) -> Tree:
     """The `budget` best-scoring nodes of the union of both trees, best first.
 
     A node in both trees gets the larger of its two estimates. A sampled first tree is kept whole, with all
-    added nodes after it and no trimming: `draws` lists the sampled nodes, by which the scheme verifies; added nodes
-    count only if the target draws their tokens itself.
+    added nodes after it and no trimming. `draws` lists the sampled nodes, which the scheme verifies; an added node
+    is accepted only if the target draws its token itself.
 
     Raises:
         InvalidTree: the roots differ, or `budget` is below 1.
@@ -112,7 +112,7 @@ class Proposal(NamedTuple):
     tree: Tree
     may_leave_out: bool  # whether the target may cut it further if others share its sweep
     places: NDArray[np.intp]  # (num_drafted,) number of each drafted node in the tree; -1 for those cut
-    is_given: bool = False  # its tokens are the prompt's, whose log-probabilities are wanted
+    is_given: bool = False  # its tokens are the prompt's, whose log-probabilities are requested
     scheme: Scheme = Scheme.TARGET  # by which it is verified
 
 
@@ -131,7 +131,7 @@ class RoundOutcome:
 
 
 class Sizer(Protocol):
-    """The only component that decides tree sizes: all limits pass through it."""
+    """Decides tree sizes; all limits pass through it."""
 
     def plan(self, situation: Situation) -> RoundPlan:
         """Plan how to grow the next tree."""
@@ -149,8 +149,8 @@ class Sizer(Protocol):
 def whole(drafted: Tree, looked_up: Tree, decision: Decision | None = None, most: int = 0) -> Proposal:
     """The whole drafted tree, or of both trees the `most` best-scoring nodes, by default as many as were drafted.
 
-    Without a `decision` the round has no plan: a stream that was taken over may end, and have its session forgotten,
-    during the other stream's round.
+    Without a `decision` the round has no plan: when one stream takes over another's session, the earlier stream may
+    forget the session during the later one's round.
     """
     tree = merged(drafted, looked_up, most or len(drafted)) if len(looked_up) > 1 else drafted
     if decision is not None:
@@ -190,7 +190,7 @@ def limited(plan: TreePlan, situation: Situation, lookup: int | None = None) -> 
     """The plan within all limits of a round's tree: those of both workers, of the request and of the lookup.
 
     Without a draft, or if `plan` asks for a root alone, only lookup remains: up to `lookup` guesses, by default as many
-    as the tree could have. Guesses from lookup are added to a sample, but replace worse ones of other trees.
+    as the tree could have. Guesses from lookup are added to samples; in other trees they replace worse guesses.
     """
     target, speculation, deepest = situation.target, situation.speculation, situation.num_remaining - 1
     most = min(plan.growth.budget if lookup is None else 1 + lookup, target.max_nodes)

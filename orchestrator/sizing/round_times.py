@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 NANO = 1e-9
 NUM_RECENT = 7  # samples of a median, which follows a change after four
-HIDDEN_FROM = 0.25  # of a sweep; calls with a longer queueing time wait for another sweep to end
-SHARE_OF_WAIT = 0.9  # of that wait, that may be spent drafting
-SMALL_CONTEXT = 16  # tokens; a round with more reads a prompt, and its times say little about the next round's
+HIDDEN_FROM = 0.25  # share of a sweep; a call that queues for longer is waiting for another sweep to end
+SHARE_OF_WAIT = 0.9  # share of that wait that may be spent drafting
+SMALL_CONTEXT = 16  # tokens; a round with more reads a prompt, and does not predict the next round's times
 FIRST_STEPS = 4  # of a tree, before any was observed
 MAX_WORKERS = 64  # limit of each kind; the most recently used are kept
 
@@ -46,7 +46,7 @@ class RecentMedian:
 
 @dataclass(slots=True)
 class WorkerTimes:
-    """A worker's cost curve, and what was measured of rounds with it, in seconds where nothing else is said."""
+    """A worker's cost curve and the measurements of its rounds, in seconds unless stated otherwise."""
 
     curve: CostCurve | None = None  # seconds of a sweep, or of a draft step, by rows
     has_warned: bool = False  # whether an invalid curve was logged; every reply may have one
@@ -56,10 +56,12 @@ class WorkerTimes:
     drafting: RecentMedian = field(default_factory=RecentMedian)  # before the call, network included
     beside: RecentMedian = field(default_factory=RecentMedian)  # in the worker, without queue and sweep
     orchestrator: RecentMedian = field(default_factory=RecentMedian)  # of a round, outside calls
-    stay_seconds: RecentMedian = field(default_factory=RecentMedian)  # for which requests had their slots
+    stay_seconds: RecentMedian = field(default_factory=RecentMedian)  # duration for which requests had their slots
     other_rows: RecentMedian = field(default_factory=RecentMedian)  # rows of other sessions in a sweep
     other_trees: RecentMedian = field(default_factory=RecentMedian)
-    foreign: RecentMedian = field(default_factory=RecentMedian)  # those of other orchestrators at least
+    foreign: RecentMedian = field(
+        default_factory=RecentMedian
+    )  # those of other orchestrators included, as a lower bound
     # Of a draft worker:
     ratio: RecentMedian = field(default_factory=lambda: RecentMedian(1.0))  # a step's time over the curve's for one row
 
@@ -103,7 +105,7 @@ class RoundTimes:
             draft.update(situation.draft.worker_id, situation.draft.cost)
 
     def load(self, situation: Situation) -> SweepLoad | None:
-        """The rest of the next sweep besides the session's tree; None while the target's cost is unknown."""
+        """The load of the next sweep except the session's tree; None while the target's cost is unknown."""
         times = self._targets(situation.target.worker_id)
         if times.curve is None:
             return None
@@ -143,8 +145,8 @@ class RoundTimes:
     def beside_sweep(self, situation: Situation) -> float:
         """Seconds of the target's own time outside queue and sweep, as measured.
 
-        What its curve says wrongly of sweeps is no part of it: as seconds that no tree can change, it would make trees
-        grow where all sweeps have become slower.
+        Errors of the cost curve are no part of it. Counted as time that no tree can change, they would make trees grow
+        whenever all sweeps become slower.
         """
         return self._targets(situation.target.worker_id).beside.median
 
@@ -158,7 +160,7 @@ class RoundTimes:
         times, result, timings = self._targets(situation.target.worker_id), outcome.result, outcome.timings
         times.update(situation.target.worker_id, result.cost)
         times.network.add(outcome.target_network_ns * NANO)
-        if situation.num_context <= SMALL_CONTEXT:  # a session that begins waits for a sweep that began without it
+        if situation.num_context <= SMALL_CONTEXT:  # a new session waits for a sweep that began without it
             times.queue.add(timings.queue_ns * NANO)
             times.drafting.add((timings.draft_ns + outcome.draft_network_ns) * NANO)
         times.orchestrator.add(timings.other_ns * NANO)

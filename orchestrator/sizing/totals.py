@@ -1,4 +1,4 @@
-"""What is counted and logged of all rounds: sizes, predictions, acceptance, and the sizer's own time."""
+"""Totals and a log of all rounds: sizes, predictions, acceptance, and the sizer's own time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_POSITIONS = 64  # limit; deeper accepted tokens count with the last
 MAX_ROUNDS = 256  # limit for each session
 MAX_SESSIONS = 64  # limit; the most recently active are kept
 MAX_DRAFTS = 64  # limit of draft workers
-HALF_LIFE_ROUNDS = 512  # some thousand nodes are remembered: the first rank is then known to about 0.01
+HALF_LIFE_ROUNDS = 512  # weighs the last few thousand nodes: the first rank is then known to about 0.01
 DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
 NUM_DEPTHS, NUM_RANKS = 64, 64  # limits of the table; deeper nodes count with the last depth
 
@@ -35,7 +35,7 @@ NUM_DEPTHS, NUM_RANKS = 64, 64  # limits of the table; deeper nodes count with t
 class AcceptanceCounter:
     """Acceptance counts of all sessions together by scheme, depth and rank among siblings; older rounds weigh less.
 
-    Shapes can follow the workload by them.
+    Operators can adapt shapes to the workload with them.
     """
 
     def __init__(self, half_life_rounds: float = HALF_LIFE_ROUNDS) -> None:

@@ -1,4 +1,4 @@
-"""The sizer: chooses each round's tree for the most tokens per second, and no tree where none pays.
+"""The sizer: chooses each round's tree for the most tokens per second, or no tree if none pays.
 
 A round makes three calls. `plan` compares all tree sizes with plain decoding, by the gains of past rounds and the
 seconds of sweeps and draft steps, and sets the least gain of a draft step. `propose` cuts the grown
@@ -69,7 +69,7 @@ class _Pending:
 
     @property
     def expected_tokens(self) -> float:
-        """Expected tokens of the round, by what such expectations have come to."""
+        """Expected tokens of the round, corrected by the outcomes of such expectations."""
         return 1.0 + self.trust * self.expected_guesses
 
 
@@ -79,8 +79,8 @@ class TreeSizer:
     def __init__(self, default: BestFirst, max_depth: int, sweep_nodes: int = 0) -> None:
         """`default` completes sizes that requests fix in part, and is the least width; `max_depth` limits all trees.
 
-        With `sweep_nodes`, to compare with, all trees have the default size, whatever sweeps cost and guesses are
-        worth; so many nodes are shared by sessions at one target.
+        With `sweep_nodes`, a baseline for comparisons, all trees have the default size at any cost, and sessions
+        at one target share this number of nodes.
         """
         self._default, self._max_depth, self._sweep_nodes = default, max_depth, sweep_nodes
         self._pairs = lru_cache(MAX_PAIRS)(lambda _: Pair())  # by key; new ones have learnt nothing
@@ -90,7 +90,7 @@ class TreeSizer:
 
     @classmethod
     def of(cls, config: OrchestratorConfig) -> TreeSizer:
-        """A sizer as --planner and its sizes say."""
+        """The sizer for --planner and its sizes."""
         size = BestFirst(config.budget, config.width, config.depth)
         return cls(size, config.max_depth, config.sweep_nodes if config.planner == "fixed" else 0)
 
@@ -114,7 +114,7 @@ class TreeSizer:
         return pending.plan
 
     def propose(self, session_id: ScopedId, drafted: Tree, looked_up: Tree) -> Proposal:
-        """Choose the nodes of both trees that are worth their time; samples and trees of a fixed size stay whole."""
+        """Choose the nodes of both trees that pay for their time; samples and trees of a fixed size stay whole."""
         pending, session = self._pending.get(session_id), self._sessions.get(session_id)
         if pending is None or session is None:
             return whole(drafted, looked_up)
@@ -151,7 +151,9 @@ class TreeSizer:
         self._learn_guesses(session, pending, outcome)
         num_steps = outcome.grown.timings.num_passes if outcome.grown is not None else 0
         if outcome.grown is not None and pending.plan.asks_draft:
-            if num_steps or len(outcome.grown.tree) > 1:  # no step and no tree say nothing of what trees cost
+            if (
+                num_steps or len(outcome.grown.tree) > 1
+            ):  # without a step or a tree the round does not show what trees cost
                 for stats in (session.stats, session.pair.stats):
                     stats.note_steps(num_steps)
             pending.decision.draft_id = pending.situation.draft.worker_id if pending.situation.draft else ""
@@ -162,14 +164,14 @@ class TreeSizer:
         return decision
 
     def forget(self, session_id: ScopedId) -> None:
-        """Drop a session's state; what its pair of models has learnt stays."""
+        """Drop a session's state; the statistics of its pair of models stay."""
         self._sessions.pop(session_id, None)
         self._pending.pop(session_id, None)
 
     def _session(self, situation: Situation) -> SessionState:
         """The state of a session, created again after a move to other models.
 
-        A round without a draft, as the last one of an answer, is no such move.
+        A round without a draft, such as the last one of an answer, is no such move.
         """
         session = self._sessions.get(situation.session_id)
         if situation.draft is not None:

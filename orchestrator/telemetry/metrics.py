@@ -57,9 +57,9 @@ class OrchestratorCollector(Collector):
         yield from _predictions(model, totals)
         yield _by_mode(name, totals)
         yield _histogram("bough_sizer_tree_nodes", "Nodes of trees sent, roots included", name, totals.nodes)
-        text = "Time in which the sizer decided and learnt, of a round"
+        text = "Time that the sizer took in a round"
         yield _histogram("bough_sizer_plan_seconds", text, name, totals.plan_seconds)
-        text = "How late the orchestrator's event loop came to what was due"
+        text = "Delay of due callbacks in the orchestrator's event loop"
         yield _histogram("bough_event_loop_lag_seconds", text, name, loop_lag)
         yield gauge("bough_event_loop_tasks", "Tasks of the orchestrator's event loop", model, num_tasks)
 
@@ -67,17 +67,17 @@ class OrchestratorCollector(Collector):
 def _requests(name: str, totals: RequestTotals) -> Iterator[Metric]:
     model = {"model_name": name}
     yield counter("vllm:prompt_tokens", "Tokens of prompts", model, totals.prompt_tokens)
-    yield counter("bough_cached_prompt_tokens", "Of these, tokens whose KV was there", model, totals.cached_tokens)
+    yield counter("bough_cached_prompt_tokens", "Of these, tokens with cached KV", model, totals.cached_tokens)
     yield counter("bough_failovers", "Times that another target took over a request", model, totals.num_failovers)
     degraded = "Rounds without guesses of a draft worker because none answered"
     yield counter("bough_degraded_rounds", degraded, model, totals.num_degraded_rounds)
-    text = "Requests that came to their end, by why it was"
+    text = "Finished requests by finish reason"
     yield _by_label("vllm:request_success", text, name, "finished_reason", totals.finished, ENDS)
-    text = "Requests that were refused or ended with an error, by its kind"
+    text = "Requests that were refused or ended with an error, by kind of error"
     yield _by_label("bough_request_failures", text, name, "error", totals.failed, FAILURES)
     times = {
         "vllm:request_queue_time_seconds": ("Time before a request began", totals.queue),
-        "vllm:request_prefill_time_seconds": ("Time from its beginning to the first tokens", totals.prefill),
+        "vllm:request_prefill_time_seconds": ("Time from a request's beginning to its first tokens", totals.prefill),
         "vllm:request_decode_time_seconds": ("Time from the first tokens to the last", totals.decode),
         "vllm:time_to_first_token_seconds": ("Time before the first tokens", totals.first_token),
         "vllm:e2e_request_latency_seconds": ("Time of a whole request", totals.whole),
@@ -121,7 +121,7 @@ def _predictions(model: dict[str, str], totals: RoundTotals) -> Iterator[Metric]
 
 def _by_mode(model_name: str, totals: RoundTotals) -> Metric:
     counts = {mode.value: totals.rounds[mode] for mode in Mode}
-    return _by_label("bough_sizer_rounds", "Rounds by why their trees were", model_name, "mode", counts, ())
+    return _by_label("bough_sizer_rounds", "Rounds by how their trees were chosen", model_name, "mode", counts, ())
 
 
 def _histogram(name: str, text: str, model_name: str, tally: Histogram) -> Metric:
@@ -138,11 +138,11 @@ BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
 class LoopLag:
-    """How late the event loop comes to what is due, and how many tasks it has.
+    """The event loop's lag, and its number of tasks.
 
-    Whatever blocks it holds up every stream, and shows here; so does what never ends. Something is due every
-    `PERIOD_SECONDS`, whether the loop has time for it or not: a pause of a second counts as the fifty that it held up,
-    the last of which was hardly late, and so percentiles are of moments and not of measurements.
+    Code that blocks the loop delays every stream, and shows here as lag; tasks that never end show in the number. One
+    tick is due every `PERIOD_SECONDS`, even while the loop is blocked: a pause of a second counts as the fifty delayed
+    ticks, the last of which was hardly late. Percentiles are thus over time, not over measurements.
     """
 
     def __init__(self) -> None:

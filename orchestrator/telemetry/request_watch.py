@@ -1,4 +1,4 @@
-"""What is counted of requests since the start, and what their traces tell: ids and numbers, no content."""
+"""Counts requests since the start and traces them: with ids and numbers, without content."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 NANO = 1e-9
 HASH_LENGTH = 16  # hexadecimal digits of a session's hash in traces
-# Bounds in seconds: vLLM's where these are fine enough, and longer ones, as sweeps of streamed weights take seconds.
+# Bounds in seconds: vLLM's where they are fine enough, and longer ones, as sweeps of streamed weights take seconds.
 WAIT_BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
 TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0)
 LEFT = (GeneratorExit, asyncio.CancelledError)  # raised in a request whose caller has gone
-KEY_LIMIT = "KeyLimit"  # what a key allows is used up: of no concern to others, as Exhausted is
+KEY_LIMIT = "KeyLimit"  # a key's limit is reached: unlike Exhausted, it does not concern other callers
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class RequestWatch:
     _first: float = 0.0  # time of the first tokens; 0 before
     _last: float = 0.0
     _num_later: int = 0  # tokens after the first round
-    _has_tokens: bool = False  # of an earlier call of the same request, perhaps
+    _has_tokens: bool = False  # perhaps from an earlier call of the same request
     _has_ended: bool = False
 
     def __post_init__(self) -> None:
@@ -125,14 +125,14 @@ class RequestWatch:
 
 @dataclass(slots=True)
 class TroubleCount:
-    """Adds a session's failovers and degraded rounds to the totals while it runs, not only if it comes to its end."""
+    """Adds a session's failovers and degraded rounds to the totals while it runs, even if it never finishes."""
 
     totals: RequestTotals
     session: Session
     _counted: tuple[int, int] = 0, 0  # those that have been added
 
     def count(self) -> None:
-        """Add those that have come since the last call."""
+        """Add those since the last call."""
         now = num_failovers, num_degraded_rounds = self.session.num_failovers, self.session.num_degraded_rounds
         self.totals.num_failovers += num_failovers - self._counted[0]
         self.totals.num_degraded_rounds += num_degraded_rounds - self._counted[1]

@@ -1,1 +1,1 @@
-"""Calls of tools: how families of models spell them, the grammars that demand them, and the parser that finds them."""
+"""Tool calls: how families of models write them, the grammars that require them, and the parser that finds them."""

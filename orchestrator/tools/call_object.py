@@ -19,7 +19,7 @@ class ObjectSyntax:
     """A call that is an object, with the key that templates write for the arguments; any of `ARGUMENTS` is read."""
 
     arguments_key: str
-    texts: Sequence[str] = ()  # that are the same in every call
+    texts: Sequence[str] = ()  # the same in every call
 
     def reader(self, functions: Sequence[Function]) -> CallReader:
         return CallObject()
@@ -58,7 +58,7 @@ class CallObject(CallReader):
     def push(self, text: str) -> int:
         """Read a piece, up to the end of the name if that is in it.
 
-        A caller that wants no call of this name so has the text after it, whatever the pieces are.
+        A caller that rejects the name therefore has the text after it, however the text was divided.
         """
         index = 0
         while index < len(text) and not self.is_complete and not self.is_malformed:
@@ -67,7 +67,7 @@ class CallObject(CallReader):
                 continue
             end = self._value.push(text, index)
             if self._at is _At.VALUE and self._key in ARGUMENTS and not self._has_arguments:
-                self._untold += text[index:end]
+                self._new_text += text[index:end]
             index = end
             if self._value.is_whole and self._end_value(self._value.text):
                 break
@@ -75,7 +75,7 @@ class CallObject(CallReader):
         return index
 
     def _step(self, character: str) -> int:
-        """Read a character outside of keys and values; 0 if it is not part of what is read here."""
+        """Read a character outside keys and values; 0 if it does not belong here."""
         if character.isspace():
             return 1
         if following := _STEPS.get((self._at, character)):
@@ -83,7 +83,7 @@ class CallObject(CallReader):
             return 1
         if self._at is _At.NEXT and (character == "}" or self._has_arguments):
             self._end()
-            return int(character == "}")  # or it is forgotten, as by small models
+            return int(character == "}")  # or it is missing, as with small models
         may_begin = character == '"' if self._at is _At.KEY else self._at is _At.VALUE and character not in ",:}]"
         if may_begin:
             self._value = JsonValue(character)
@@ -92,7 +92,7 @@ class CallObject(CallReader):
         return 0
 
     def _end_value(self, text: str) -> bool:
-        """Take a whole key or value; returns whether it is the name. Of keys that come twice the first counts."""
+        """Take a whole key or value; returns whether it is the name. Of repeated keys the first counts."""
         self._value = None
         if self._at is _At.KEY:
             self._at, self._key = _At.COLON, _string(text)
@@ -110,7 +110,7 @@ class CallObject(CallReader):
         self.is_malformed = self.name is None
         self.is_complete = not self.is_malformed
         if not self._has_arguments:
-            self._untold = "{}"
+            self._new_text = "{}"
 
 
 def _string(text: str) -> str | None:

@@ -1,6 +1,6 @@
-"""Finds the calls of tools in a text as it is generated, and what of it is not part of any.
+"""Separates tool calls from the rest of a text while it is generated.
 
-How a call is read, and the rules of a grammar that allow nothing else, are a `CallSyntax`.
+A `CallSyntax` reads a call, and has the grammar rules that allow nothing else.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ class ArgumentsText(NamedTuple):
 
 
 class CallReader(ABC):
-    """A call whose text comes piece by piece, of which as much is told as is certain."""
+    """Reads a call incrementally, and returns each part as soon as it is certain."""
 
     def __init__(self) -> None:
         self.raw = ""  # all its text so far
         self.is_complete = False
-        self.is_malformed = False  # it is nothing that could be a call
-        self.is_told = False  # that it has begun
+        self.is_malformed = False  # the text is no call
+        self.is_reported = False  # whether its beginning was returned
         self.name: str | None = None
-        self._untold = ""  # of the arguments
+        self._new_text = ""  # of the arguments
 
     @abstractmethod
     def push(self, text: str) -> int:
-        """Read a piece; returns how many characters of it were read, the others come again before the next piece.
+        """Read a piece; returns how many of its characters were read. The others come again before the next piece.
 
-        What is read before a call turns out malformed does not depend on the pieces.
+        The text read before a call turns out malformed does not depend on the pieces.
         """
 
-    def told(self) -> list[CallBegun | ArgumentsText]:
-        """What has become certain since the last time."""
+    def new_pieces(self) -> list[CallBegun | ArgumentsText]:
+        """The parts that became certain since the last call."""
         pieces: list[CallBegun | ArgumentsText] = []
         if self.name is None:
             return pieces
-        if not self.is_told:
-            pieces, self.is_told = [CallBegun(self.name)], True
-        if self._untold:
-            pieces.append(ArgumentsText(self._untold))
-            self._untold = ""
+        if not self.is_reported:
+            pieces, self.is_reported = [CallBegun(self.name)], True
+        if self._new_text:
+            pieces.append(ArgumentsText(self._new_text))
+            self._new_text = ""
         return pieces
 
 
@@ -69,17 +69,17 @@ Write = Callable[[str], str]  # from a text to a part of a rule
 
 
 class CallSyntax(Protocol):
-    """One way of spelling a call, without the mark before it."""
+    """One way of writing a call, without the mark before it."""
 
     @property
     def texts(self) -> Sequence[str]:
-        """Texts that are the same in every call, which may be tokens."""
+        """Texts that are the same in every call, and may be tokens."""
 
     def reader(self, functions: Sequence[Function]) -> CallReader:
-        """Reads one call, perhaps of one of these functions."""
+        """A reader of one call, perhaps of one of these functions."""
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
-        """The rule of this name and those that it needs: a call with arguments of the schema, or with any.
+        """The rule of this name and the rules that it needs: a call with arguments of the schema, or with any.
 
         Raises InvalidRequest if the schema cannot be followed.
         """
@@ -106,7 +106,7 @@ class JsonValue:
         self._is_primitive = first not in '"{['  # a number, or true, false, null
 
     def push(self, text: str, begin: int) -> int:
-        """Read from `begin`; returns where what belongs to the value ends."""
+        """Read from `begin`; returns where the value's text ends."""
         end = begin
         while end < len(text) and not self.is_whole:
             end = self._string(text, end) if self._in_string else self._outside(text, end)
@@ -151,11 +151,11 @@ Piece = ContentText | CallBegun | ArgumentsText
 
 @dataclass(frozen=True, slots=True)
 class CallSpelling:
-    """How calls stand in a text. Blanks may stand anywhere between their parts."""
+    """How calls are marked in a text. Blanks may occur anywhere between their parts."""
 
-    mark: str  # which begins one call, or all
+    mark: str  # begins one call, or all calls
     end: str = ""  # text after the last call of a mark; empty if there is none
-    opening: str = ""  # between the mark and the first call, where it is not left out
+    opening: str = ""  # between the mark and the first call; optional
     separator: str = ""  # between calls of one mark, which are objects; empty if a mark has one call
     may_lack_mark: bool = False  # a call of a known function, an object, may begin the text without a mark
 
@@ -168,9 +168,9 @@ class _CallPart(Enum):
 
 
 class CallParser:
-    """Reads one output. Pieces are told once they are certain; joined they are the same in whatever parts it came.
+    """Parses one output incrementally. The joined pieces do not depend on how the text was divided.
 
-    Content has no blanks at its end where there are calls.
+    If there are calls, content has no blanks at its end.
     """
 
     def __init__(self, spelling: CallSpelling, names: Collection[str], read: Callable[[], CallReader]) -> None:
@@ -178,11 +178,11 @@ class CallParser:
         self._spelling, self._names, self._reader = spelling, frozenset(names), read
         self._in = _CallPart.CONTENT
         self._text = ""  # not read yet
-        self._skipped = ""  # blanks, mark and opening before a call of which nothing is told yet
+        self._skipped = ""  # blanks, mark and opening before a call of which nothing was returned
         self._call = read()
         self._is_marked = False
-        self._has_begun = False  # something else than blanks has been told
-        self.is_in_call = False  # the call that was told last is not complete
+        self._has_begun = False  # something other than blanks was returned
+        self.is_in_call = False  # the last returned call is incomplete
 
     def push(self, text: str) -> list[Piece]:
         """Read a further piece of the text."""
@@ -200,7 +200,7 @@ class CallParser:
 
     def finish(self) -> list[Piece]:
         """What remains at the end of the text, which may be cut off anywhere."""
-        if self._in is _CallPart.CALL and not self._call.is_told:
+        if self._in is _CallPart.CALL and not self._call.is_reported:
             return self._content(self._skipped + self._call.raw + self._text)
         rest = self._skipped if self._in is _CallPart.OPENING else ""
         return self._content(rest + self._text if self._in in (_CallPart.CONTENT, _CallPart.OPENING) else rest)
@@ -238,23 +238,23 @@ class CallParser:
         self._call, self._in = self._reader(), _CallPart.CALL
 
     def _read_call(self) -> list[Piece] | None:
-        """Read what has come of a call; None if more of it must come."""
+        """Read the available text of a call; None if more text is needed."""
         call = self._call
         num_read = call.push(self._text)
         self._text = self._text[num_read:]
         if not self._is_marked and call.name is not None and call.name not in self._names:
             self._in = _CallPart.CONTENT
             return self._content(self._skipped + call.raw)
-        told: list[Piece] = [*call.told()]
-        if call.is_told:
+        pieces: list[Piece] = [*call.new_pieces()]
+        if call.is_reported:
             self._has_begun, self.is_in_call = True, not call.is_complete
         if call.is_malformed:
             self._in = _CallPart.CONTENT
-            return told if call.is_told else self._content(self._skipped + call.raw)
+            return pieces if call.is_reported else self._content(self._skipped + call.raw)
         if call.is_complete:
             self._skipped, self._in = "", _CallPart.CLOSING
-            return told
-        return told or ([] if num_read else None)
+            return pieces
+        return pieces or ([] if num_read else None)
 
     def _read_closing(self) -> list[Piece] | None:
         """Read from a call to the next, or to the end of the calls."""

@@ -1,6 +1,6 @@
-"""The formats of calls, which of them a model has, and how its chat template renders tools and calls.
+"""The formats of tool calls, the choice of a model's format, and the rendering of tools and calls by its chat template.
 
-A model has the format that its chat template writes, or that the operator names.
+A model's format is the one that its chat template writes, or the one that the operator names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Fields = dict[str, object]
 
 
 def _marked(call: str, between: str = "") -> CallRules:
-    """Rules of calls each of which has its own mark, with this between them; text may stand before and after."""
+    """Rules of calls that each have their own mark, separated by `between`; text may come before and after."""
     return CallRules(
         one=f"mark {call}",
         several=f"mark {call} ({between} mark {call})*",
@@ -45,8 +45,8 @@ HERMES = ToolFormat(
     signs=(r"<tool_call>.*arguments", r"<function=|<arg_key>|<parameter="),
 )
 
-# Llama 3.1's: a message that is `{"name", "parameters"}` alone, perhaps after `<|python_tag|>`. Its templates refuse a
-# message of several calls, so that is never demanded; what the model writes after `;` is read.
+# Llama 3.1's: a message of `{"name", "parameters"}` alone, perhaps after `<|python_tag|>`. Its templates refuse a
+# message of several calls, so several are never required; further calls that the model writes after `;` are read.
 _LLAMA_CALL_OR_TEXT = r"mark? call | (/\s*[^{\s](.|\n)*/ free)?"
 LLAMA_JSON = ToolFormat(
     name="llama3_json",
@@ -67,7 +67,7 @@ MISTRAL = ToolFormat(
     ),
     signs=(r"\[TOOL_CALLS\]", r"\[ARGS\]|\[CALL_ID\]"),
     id_prefix="",
-    id_length=9,  # its templates refuse others
+    id_length=9,  # its templates refuse other ids
 )
 # That of its later models: `[TOOL_CALLS]name[ARGS]{...}` for each call.
 MISTRAL_NAMED = replace(
@@ -104,7 +104,7 @@ SEED_OSS = replace(
 # GLM 4.5's and 4.6's: `<tool_call>name<arg_key>...`. GLM 4.7 and later have no line breaks.
 GLM45 = ToolFormat(
     name="glm45",
-    spelling=CallSpelling(mark="<tool_call>"),  # whose end is that of the call, as nothing else ends its name
+    spelling=CallSpelling(mark="<tool_call>"),  # the name's end is the call's, as nothing else ends the name
     syntax=TaggedSyntax(
         after_name="\n",
         before_key="<arg_key>",
@@ -129,24 +129,24 @@ FORMATS = HERMES, LLAMA_JSON, MISTRAL, MISTRAL_NAMED, QWEN3_CODER, SEED_OSS, GLM
 
 
 def format_of(named: str, template: ChatTemplate) -> ToolFormat:
-    """The format that is named, or if that is "auto" the one of a template.
+    """The named format, or for "auto" the one of a template.
 
-    Raises InvalidRequest if the template does not know tools, or writes calls in no known way.
+    Raises InvalidRequest if the template does not support tools, or writes calls in no known format.
     """
     require_tools(template)
     found = _written_by(template.source, named)
     if found is None:
         raise InvalidRequest(
             "chat.tools",
-            "must be left out, as this model's chat template writes calls in none of the known ways, "
+            "must be left out, as this model's chat template writes calls in none of the known formats, "
             f"{', '.join(TOOL_FORMATS)}; --tool-call-parser of the orchestrator may name one",
         )
     return found
 
 
-@lru_cache(maxsize=64)  # of a long template the search may take a while, and every choice asks
+@lru_cache(maxsize=64)  # searching a long template may take a while, and every choice asks
 def _written_by(source: str, named: str) -> ToolFormat | None:
-    """The format in which a template writes calls, if it is known: of a named one, which of those with the name."""
+    """The known format in which a template writes calls, if any; of several formats with one name, the template's."""
     candidates = [known for known in FORMATS if named in (ANY_TOOL_FORMAT, known.name)]
     for known in candidates:
         sign, other = known.signs
@@ -156,7 +156,7 @@ def _written_by(source: str, named: str) -> ToolFormat | None:
 
 
 def has_fields(prompt: ChatPrompt) -> bool:
-    """Whether there is more than roles and contents: functions, calls of them, answers to such calls, or thoughts."""
+    """Whether there is more than roles and contents: functions, calls of them, answers to calls, or reasoning."""
     return prompt.tools is not None or any(m.tool_calls or m.role == "tool" or m.reasoning for m in prompt.messages)
 
 
@@ -186,7 +186,7 @@ def require_tools(template: ChatTemplate) -> None:
 
 
 def _require_known(index: int, message: Message, template: ChatTemplate) -> None:
-    """Refuse what a template would drop in silence, as it does not mention it or reads the first of several alone."""
+    """Refuse what a template would silently drop: fields that it does not mention, or all but the first of several."""
     if message.tool_calls and "tool_calls" not in template.source:
         name, what = "tool_calls", "be left out, as this model's chat template does not know calls of tools"
     elif message.role == "tool" and "tool" not in template.source:
@@ -201,11 +201,11 @@ def _require_known(index: int, message: Message, template: ChatTemplate) -> None
 def _message(message: Message, names: Mapping[str, str]) -> Fields:
     """A message with the fields that templates read; `names` are those of the functions called, by the calls' ids."""
     fields: Fields = {"role": message.role, "content": message.content}
-    if message.reasoning:  # by either name templates may read it
+    if message.reasoning:  # templates read it by either name
         fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
-        if not (message.content and message.tool_calls):  # beside which gpt-oss's template refuses it
+        if not (message.content and message.tool_calls):  # gpt-oss's template refuses both together
             fields["thinking"] = message.reasoning
-    if message.tool_calls:  # templates ask whether the field is there
+    if message.tool_calls:  # templates check whether the field exists
         fields["tool_calls"] = [
             {
                 "id": call.call_id,
@@ -222,8 +222,8 @@ def _message(message: Message, names: Mapping[str, str]) -> Fields:
 
 
 def _function(function: Function, template: ChatTemplate) -> Fields:
-    # gpt-oss's template writes a description without asking whether there is one.
+    # gpt-oss's template writes a description without checking that there is one.
     is_left_out = function.description is None and CHANNEL not in template.source
     described = {} if is_left_out else {"description": function.description or ""}
-    told: Fields = {"name": function.name, **described, "parameters": json.loads(function.parameters)}
-    return {"type": "function", "function": told}
+    fields: Fields = {"name": function.name, **described, "parameters": json.loads(function.parameters)}
+    return {"type": "function", "function": fields}

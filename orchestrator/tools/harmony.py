@@ -1,8 +1,8 @@
-"""OpenAI's format of gpt-oss: messages in channels, of which those in `commentary` that go to `functions.` are calls.
+"""OpenAI's format of gpt-oss: messages in channels. Messages to `functions.` in channel `commentary` are calls.
 
     <|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>
 
-The end of a call ends the output. `orchestrator.reasoning.parser` reads the messages, and writes calls plainly for the
+The end of a call ends the output. `orchestrator.reasoning.parser` reads the messages, and rewrites calls for the
 parser of this format: `<|call|>name<|message|>{...}`.
 """
 
@@ -20,7 +20,7 @@ from orchestrator.tools.named_call import NamedSyntax
 from orchestrator.tools.tool_format import CallRules, ToolFormat, checked
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
-END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"  # of a message, of one that is a call, and of the last
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"  # ends of a message, of a call, and of the last message
 MARKS = START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN
 RECIPIENT = "functions."  # before the name of a function that is called
 
@@ -33,7 +33,7 @@ class HarmonySyntax(NamedSyntax):
         return MARKS
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
-        """A message to the function, in either of the orders that models write, up to the mark that ends the output."""
+        """A message to the function, in either order that models write, up to the mark that ends the output."""
         schema = embedded_schema(function.parameters if follows_schema else ANY_OBJECT)
         to = f"to={RECIPIENT}{function.name}"
         first = write(f"{CHANNEL}commentary {to} {CONSTRAIN}json{MESSAGE}")
@@ -43,7 +43,7 @@ class HarmonySyntax(NamedSyntax):
 
 @dataclass(frozen=True, slots=True)
 class HarmonyFormat(ToolFormat):
-    """A format whose outputs are whole messages: thoughts and text before a call, and the call or an answer."""
+    """A format whose outputs are whole messages: reasoning and text before a call, and the call or an answer."""
 
     def grammar(
         self, functions: Mapping[int, Function], tools: Tools, added_tokens: AddedTokens, otherwise: str = ""
@@ -57,8 +57,8 @@ class HarmonyFormat(ToolFormat):
 def messages_grammar(field: str, last: str, calls: Sequence[str], answer: str, added_tokens: AddedTokens) -> str:
     """The grammar of an output whose last message is `last`, "answer" or "call", for which `calls` has the rules.
 
-    `answer` is the grammar of the text in the channel `final`, beside which no other may be content; without it text is
-    free. Raises InvalidRequest if `field` demands what cannot be followed.
+    `answer` is the grammar of the text in the channel `final`, the only content then; without it text is free. Raises
+    InvalidRequest if `field` demands what cannot be followed.
     """
     write = partial(written, added_tokens=added_tokens)
     kinds = '"analysis"' if answer else '("analysis" | "commentary")'

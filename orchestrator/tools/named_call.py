@@ -37,15 +37,17 @@ class NamedSyntax:
 
 
 class NamedCall(CallReader):
-    """A call of this syntax, read in steps: each returns what it read, or None where it needs more of the text."""
+    """A call of this syntax, read in steps: each returns how much it read, or None if it needs more text."""
 
     def __init__(self, syntax: NamedSyntax) -> None:
         super().__init__()
         self._ends = syntax.end.split()
         self._after_name = syntax.after_name.split()
-        self._expected = syntax.before_name.split()  # texts that must come before the next step, blanks aside
+        self._expected = (
+            syntax.before_name.split()
+        )  # texts that must come before the next step; blanks may come between
         self._step: Callable[[str], int | None] = self._read_name
-        self._called = ""  # the name, while it is not certain that this is a call
+        self._called = ""  # the name, while it is undecided whether this is a call
         self._object = JsonValue("{")
 
     def push(self, text: str) -> int:
@@ -66,7 +68,7 @@ class NamedCall(CallReader):
         return end
 
     def _end_of(self, text: str, *allowed: str) -> int | None:
-        """Where the allowed text that follows blanks ends: 0 if none follows, None if more of the text must tell."""
+        """Where the allowed text after blanks ends: 0 if there is none, None if more text is needed."""
         rest = text.lstrip()
         for one in allowed:
             if rest.startswith(one):
@@ -89,9 +91,9 @@ class NamedCall(CallReader):
             if not (end := self._end_of(text, "{")):
                 return end
             self.name = self._called
-            return end - 1  # the brace is read with the rest of the object
+            return end - 1  # the brace is read as part of the object
         end = self._object.push(text, 0)
-        self._untold += text[:end]
+        self._new_text += text[:end]
         if self._object.is_whole:
             self._expected, self._step = self._ends, self._read_end
         return end or None

@@ -1,6 +1,6 @@
-"""A call that is its function's name and, between tags, the name and value of each argument.
+"""A call of the function's name and, between tags, the name and value of each argument.
 
-Its schema tells how an argument's value is read and what rules of a grammar allow: texts as they are, others as JSON.
+The schema decides how a value is read and what the grammar allows: texts as they are, others as JSON.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _NO_LIST = ("enum", "const", "minProperties", "maxProperties", "patternPropertie
 _ANY = r"(.|\n)*"
 _NEVER = r"[^\s\S]"  # matches nothing
 ALTERNATIVES = ("$ref", "allOf", "anyOf", "oneOf")
-_IMPLIED = {"properties": "object", "additionalProperties": "object", "items": "array"}  # where no type is given
+_IMPLIED = {"properties": "object", "additionalProperties": "object", "items": "array"}  # without a type
 _TYPES = {
     bool: "boolean", type(None): "null", int: "number", float: "number", str: "string", list: "array", dict: "object"
 }  # fmt: skip
-_AS_PYTHON_WRITES = {"True": "true", "False": "false", "None": "null"}  # as some templates do
-_MAX_DEPTH = 8  # of references and alternatives in one another
+_AS_PYTHON_WRITES = {"True": "true", "False": "false", "None": "null"}  # like some templates
+_MAX_DEPTH = 8  # of nested references and alternatives
 _MAX_BRANCHES = 64
 
 
@@ -48,7 +48,7 @@ class TaggedSyntax(NamedSyntax):
         return [*super().texts, self.before_key, *self.after_key.split(), self.after_value.strip()]
 
     def reader(self, functions: Sequence[Function]) -> CallReader:
-        """Reads one call, perhaps of one of these functions, whose schemas tell texts from other values."""
+        """A reader of one call; the functions' schemas distinguish texts from other values."""
         return TaggedCall(self, {function.name: function.parameters for function in functions})
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
@@ -72,7 +72,7 @@ class TaggedSyntax(NamedSyntax):
 
 
 class TaggedCall(NamedCall):
-    """A call of this syntax, whose arguments are told as JSON."""
+    """A call of this syntax; its arguments are returned as JSON."""
 
     def __init__(self, syntax: TaggedSyntax, schemas: Mapping[str, str]) -> None:
         """`schemas` are those of the functions' arguments, by name."""
@@ -81,8 +81,8 @@ class TaggedCall(NamedCall):
         self._closing = syntax.after_value.strip()
         self._separator = "{"
         self._schema: Schema = {}
-        self._types: frozenset[str] | None = None  # of JSON, that the value may have; None if they are not known
-        self._value = ""  # what has come of it, unless it is a text
+        self._types: frozenset[str] | None = None  # JSON types that the value may have; None if unknown
+        self._value = ""  # its text so far, unless it is a text
 
     def _read_arguments(self, text: str) -> int | None:
         """Read what comes before an argument, or the end."""
@@ -95,7 +95,7 @@ class TaggedCall(NamedCall):
         if text[:end].endswith(syntax.before_key):
             self._step = self._read_key
             return end
-        self._untold += "{}" if self._separator == "{" else "}"
+        self._new_text += "{}" if self._separator == "{" else "}"
         self._expected, self._step = self._ends[1:], self._read_end
         return end
 
@@ -106,8 +106,8 @@ class TaggedCall(NamedCall):
             return None
         key = text[:end].strip()
         self._value, self._types = "", argument_types(self._schema, key)
-        self._untold += f"{self._separator}{json.dumps(key, ensure_ascii=False)}: "
-        self._untold += '"' if self._types == TEXT else ""
+        self._new_text += f"{self._separator}{json.dumps(key, ensure_ascii=False)}: "
+        self._new_text += '"' if self._types == TEXT else ""
         self._separator = ", "
         self._expected, self._step = after, self._read_break
         return end
@@ -119,27 +119,27 @@ class TaggedCall(NamedCall):
         return int(self._syntax.after_key.endswith("\n") and text.startswith("\n"))
 
     def _read_value(self, text: str) -> int | None:
-        """Read of a value what is certain to be of it: the line break before its end is not."""
+        """Read the part of a value that is certain; a line break before its end belongs to the tag."""
         end = text.find(self._closing)
-        is_whole, end = end >= 0, end if end >= 0 else len(text) - self._kept(text)
+        is_whole, end = end >= 0, end if end >= 0 else len(text) - self._num_uncertain(text)
         value = text[:end]
         if is_whole and self._syntax.after_value.startswith("\n"):
             value = value.removesuffix("\n")
         if self._types == TEXT:
-            self._untold += json.dumps(value, ensure_ascii=False)[1:-1]
+            self._new_text += json.dumps(value, ensure_ascii=False)[1:-1]
         else:
             self._value += value
         if is_whole:
-            self._untold += '"' if self._types == TEXT else json_text(self._value, self._types)
+            self._new_text += '"' if self._types == TEXT else json_text(self._value, self._types)
             self._expected, self._step = [self._closing], self._read_arguments
         return end if end or is_whole else None
 
-    def _kept(self, text: str) -> int:
+    def _num_uncertain(self, text: str) -> int:
         return max(overlap(text, self._closing), overlap(text, f"\n{self._closing}"))
 
 
 class ArgumentRules(NamedTuple):
-    """The rules of an argument's value and the text after it, the first of which has this name."""
+    """The rules of an argument's value and the text after it; the first rule has this name."""
 
     name: str
     is_required: bool
@@ -147,10 +147,10 @@ class ArgumentRules(NamedTuple):
 
 
 def argument_rules(name: str, parameters: str, after_value: str, write: Write) -> dict[str, ArgumentRules]:
-    """Rules by the names of the arguments that a schema lists; their own begin with `name`. Raises InvalidRequest."""
+    """Rules by the names of a schema's arguments; names of rules begin with `name`. Raises InvalidRequest."""
     root = json.loads(parameters)
     if odd := [key for key in (*ALTERNATIVES, *_NO_LIST) if key in root]:
-        raise InvalidRequest("constraint", f"must have no {odd[0]} beside its type, as this model names each argument")
+        raise InvalidRequest("constraint", f"must have no {odd[0]} besides its type, as this model names each argument")
     required, properties = root.get("required", []), dict(root.get("properties", {}))
     properties |= {key: {} for key in required if key not in properties}
     return {
@@ -161,9 +161,9 @@ def argument_rules(name: str, parameters: str, after_value: str, write: Write) -
 
 
 def value_rules(name: str, schema: object, root: Schema, after_value: str, write: Write) -> list[str]:
-    """The rule of this name and those that it needs, of a value of a schema, a part of `root`, and the text after it.
+    """The rule of this name and the rules that it needs, for a value of a schema in `root` and the text after it.
 
-    Raises InvalidRequest if the schema says what such rules cannot.
+    Raises InvalidRequest if such rules cannot express the schema.
     """
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
     closing, tag = after_value.rstrip(), after_value.strip()
@@ -188,7 +188,7 @@ def value_rules(name: str, schema: object, root: Schema, after_value: str, write
 
 
 def _text(schema: Schema, tag: str) -> str:
-    """A terminal of texts of a schema without the tag that would end them."""
+    """A terminal for texts of a schema; they cannot contain the tag that ends them."""
     if odd := [key for key in (*ALTERNATIVES, "enum") if key in schema]:  # an enum that allows nothing
         raise InvalidRequest("constraint", f"must have no such {odd[0]} of an argument that may be a text")
     terms = [f"/(.|\\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/"]
@@ -199,8 +199,8 @@ def _text(schema: Schema, tag: str) -> str:
 
 
 def _found(pattern: str) -> str:
-    """A terminal of texts in which a pattern is found; its anchors match nothing but the ends of the text."""
-    parts = {}  # by the pattern in them, as the later of two with the same one allow more
+    """A terminal for texts that contain a pattern; its anchors match only the ends of the text."""
+    parts = {}  # keyed by pattern, as the later of two parts with the same pattern allows more
     for before, begin in (("", "^"), (_ANY, _NEVER)):
         for after, end in (("", "$"), (_ANY, _NEVER)):
             inner = _anchored(pattern, begin, end)
@@ -209,7 +209,7 @@ def _found(pattern: str) -> str:
 
 
 def _anchored(pattern: str, begin: str, end: str) -> str:
-    """A pattern with these in place of its anchors, as llguidance's Lark spells it."""
+    """A pattern with its anchors replaced, in llguidance's dialect of Lark."""
     written, depth = "", 0  # of classes of characters
     for part in re.findall(r"\\.|\[\^?\]?|.", pattern, re.DOTALL):
         depth += part.startswith("[") - (part == "]" and depth > 0)
@@ -220,7 +220,7 @@ def _anchored(pattern: str, begin: str, end: str) -> str:
 
 
 def argument_types(parameters: Schema, key: str) -> frozenset[str] | None:
-    """The types of JSON that an argument may have, None if the schema does not tell; integers are numbers."""
+    """The JSON types that an argument may have, None if the schema does not restrict them; integers are numbers."""
     properties = parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, dict) else None
     types = [types_of(branch) for branch in branches(schema, parameters)]
@@ -228,7 +228,7 @@ def argument_types(parameters: Schema, key: str) -> frozenset[str] | None:
 
 
 def json_text(value: str, types: frozenset[str] | None) -> str:
-    """The JSON of a value of one of these types, None if they are not known: JSON as it is, if it may be that."""
+    """A value of one of these types (None is unknown) as JSON: unchanged if it is such JSON, else as a string."""
     word = value.strip()
     if types is not None and "string" not in types:
         word = _AS_PYTHON_WRITES.get(word, word)
@@ -248,9 +248,9 @@ def types_of(branch: Schema) -> frozenset[str]:
 
 
 def branches(schema: object, root: Schema) -> list[Schema]:
-    """Schemas of which a value has one, each of texts alone, of other values alone, or of any type.
+    """Alternative schemas for a value: each allows only texts, only other values, or any type.
 
-    A schema that nobody has checked may be as odd as it likes: then it is one of any type.
+    An unchecked schema may be malformed; it then counts as one of any type.
     """
     found = list(islice(_split(schema, root, 0), _MAX_BRANCHES + 1))
     return found if len(found) <= _MAX_BRANCHES else [{"anyOf": []}]
@@ -266,7 +266,7 @@ def _split(schema: object, root: Schema, depth: int) -> Iterator[Schema]:
         texts = [value for value in values if isinstance(value, str)]
         others = [value for value in values if not isinstance(value, str)]
         lists: list[list[Any]] = [part for part in (texts, others) if part]
-        # An empty enum is a branch too: else many of them would be searched in vain for the first.
+        # An empty enum is a branch too: otherwise many of them would be searched in vain for the first.
         yield from ({"enum": part} for part in lists or [[]])
     else:
         named = schema.get("type", [name for key, name in _IMPLIED.items() if key in schema][:1])
@@ -279,7 +279,7 @@ def _split(schema: object, root: Schema, depth: int) -> Iterator[Schema]:
 
 
 def _alternatives(schema: Schema, root: Schema) -> list[Schema]:
-    """What one of a schema's references or alternatives stands for, each with what stands beside it."""
+    """The schemas behind a schema's references or alternatives, each merged with its sibling keywords."""
     for key in ALTERNATIVES:
         given = schema.get(key)
         listed = [_referred(given, root)] if key == "$ref" else given if isinstance(given, list) else []
@@ -291,7 +291,7 @@ def _alternatives(schema: Schema, root: Schema) -> list[Schema]:
 
 
 def _referred(reference: object, root: Schema) -> object:
-    """What a reference within the schema refers to; None if that is nothing."""
+    """The target of a reference within the schema; None if there is none."""
     found: object = root
     for part in str(reference).removeprefix("#/").split("/"):
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
@@ -299,4 +299,4 @@ def _referred(reference: object, root: Schema) -> object:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(constant)  # NaN and Infinity are no JSON
+    raise ValueError(constant)  # NaN and Infinity are not JSON

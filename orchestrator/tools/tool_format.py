@@ -1,4 +1,4 @@
-"""What a family of models needs so that it can call tools: how it spells calls, and the grammar of that spelling."""
+"""A family of models' format of tool calls: how it writes calls, and the grammar of that."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from orchestrator.tools.call_parser import CallParser, CallSpelling, CallSyntax,
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What outputs may be, as right-hand sides of rules in llguidance's dialect of Lark.
+    """The forms of outputs, as right-hand sides of rules in llguidance's dialect of Lark.
 
-    They may refer to `call`, what the syntax spells; `mark` and `end`; and those for text too to `free`, text without
-    marks, and `opened`, such text up to and with a mark.
+    They may refer to `call`, `mark` and `end`. Forms with text may also refer to `free`, text without marks, and to
+    `opened`, such text up to and including a mark.
     """
 
     one: str
-    several: str  # calls, one at least
+    several: str  # one call or more
     free_or_one: str  # text, or one call
     free_and_several: str
 
@@ -37,12 +37,14 @@ class ToolFormat:
     spelling: CallSpelling
     syntax: CallSyntax
     rules: CallRules
-    signs: tuple[str, str]  # regular expressions: what its templates contain, and what they do not, as others' do
+    signs: tuple[
+        str, str
+    ]  # regular expressions: one that its templates contain, and one that only other formats' templates do
     id_prefix: str = "call_"
     id_length: int = 24  # letters and digits after the prefix
 
     def shown(self, added_tokens: AddedTokens) -> dict[int, str]:
-        """The special tokens that the parser must see, though decoded text has none."""
+        """The special tokens that the parser must see, though decoding drops them."""
         texts = self.spelling.mark, self.spelling.end, *self.syntax.texts
         return {added_tokens[t].token_id: t for t in texts if t in added_tokens and added_tokens[t].is_special}
 
@@ -54,14 +56,14 @@ class ToolFormat:
     def grammar(
         self, functions: Mapping[int, Function], tools: Tools, added_tokens: AddedTokens, otherwise: str = ""
     ) -> str:
-        """The grammar of an output with calls of these functions, which are numbered as the request's.
+        """The grammar of an output with calls of these functions, numbered as in the request.
 
-        `otherwise` is the grammar of an output without calls, if there may be one; without it that is any text.
-        Unless calls are demanded only functions that are strict have the arguments of their schema, others any object.
+        `otherwise` is the grammar of an output without calls; empty allows any text. If calls are optional, only
+        strict functions are held to their schema; others accept any object.
         Raises InvalidRequest naming the function whose schema cannot be followed.
         """
         rules, write = self.rules, partial(written, added_tokens=added_tokens)
-        is_alone = tools.must_call or bool(otherwise)  # no text beside calls
+        is_alone = tools.must_call or bool(otherwise)  # no text around calls
         if tools.allows_several:
             start = rules.several if is_alone else rules.free_and_several
         else:
@@ -84,7 +86,7 @@ class ToolFormat:
                 raise exc.named(f"chat.tools[{index}].function.parameters") from exc
 
     def _free(self, added_tokens: AddedTokens) -> list[str]:
-        """Rules of text without a mark. Tokens of whole texts are no part of regular expressions."""
+        """Rules of text without a mark. Special tokens cannot be part of regular expressions."""
         mark, end = self.spelling.mark, self.spelling.end
         others = sorted(token.token_id for text, token in added_tokens.items() if text not in (mark, end))
         tokens = f" | <[{ranges(others)}]>" if others else ""

@@ -386,7 +386,7 @@ def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_tha
         with usage.request(key, "d") as count:
             count(STARTED)
             assert closed() == ["c"]
-            with pytest.raises(Exhausted, match="sessions: a request runs in each of the 2 of this key") as refused:
+            with pytest.raises(Exhausted, match="sessions: a request runs in each of this key's 2 sessions") as refused:
                 used("e")
             assert refused.value.retry_seconds
             with usage.request(key), usage.request(ApiKey("bob", "1" * 64, sessions=1), "e"):
@@ -404,7 +404,7 @@ def test_requests_that_wait_count_for_their_sessions() -> None:
         count(STARTED)
     with usage.request(key, "a"):  # waits
         with (
-            pytest.raises(Exhausted, match="sessions: a request runs in each of the 1 of this key"),
+            pytest.raises(Exhausted, match="sessions: a request runs in each of this key's 1 sessions"),
             usage.request(key, "b"),
         ):
             pass

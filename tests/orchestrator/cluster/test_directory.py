@@ -84,7 +84,7 @@ async def test_a_worker_that_does_not_answer_holds_up_no_start(fakes: Fleet, mon
     await fakes.worker(Silent("silent", fakes.tokenizer))
     directory = Directory(fakes.registry)
     async with directory.running():
-        with pytest.raises(Unavailable, match="no target worker can be used: silent: has not said yet"):
+        with pytest.raises(Unavailable, match="no target worker can be used: silent: has not reported yet"):
             least_busy(directory)
         patient.set()
         await until(lambda: directory.has_target)
@@ -309,7 +309,7 @@ async def test_it_is_used_once_it_answers_and_errors_say_why_it_is_not(
     directory = Directory(fakes.registry)
     async with directory.running():
         await until(lambda: not directory._meetings)
-        assert "late: it does not tell what it serves: it is still loading" in directory.why_no_target()
+        assert "late: it did not report what it serves: it is still loading" in directory.why_no_target()
         is_well = True
         await until(lambda: directory.has_target)
         assert directory._unmet.problems("target") == {}

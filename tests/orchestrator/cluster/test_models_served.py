@@ -92,7 +92,7 @@ async def test_a_session_whose_model_is_gone_does_not_go_on_with_another(
         await read(client, replace(TURN, model="b"))
         await servers["b"].kill()
         await until(lambda: [target.info.model_name for target in requests.directory.targets] == ["a"])
-        with pytest.raises(Unavailable, match="session_id: 's' stands on the model 'b', and no target that serves it"):
+        with pytest.raises(Unavailable, match="session_id: 's' uses the model 'b', and no target that serves it"):
             await read(client, options, MORE)
         with pytest.raises(Unavailable, match="model: no target that serves 'b' can be used now"):
             await read(client, replace(OPTIONS, model="b"))

@@ -127,9 +127,11 @@ async def test_a_session_and_a_request_stay_with_their_weights(fakes: Fleet) -> 
         await targets["t0"][1].kill()
         await until(lambda: [target.record.worker_id for target in requests.directory.targets] == ["t1"])
         for options, whose in ((NEXT, "session_id: 's'"), (TURN, "session_id: 's'")):
-            with pytest.raises(Unavailable, match=rf"{whose} cannot go on: weights: it began with h1, and t1 has h2"):
+            with pytest.raises(
+                Unavailable, match=rf"{whose} cannot continue: weights: it began with h1, and t1 has h2"
+            ):
                 await read(client, options, MORE)
-        with pytest.raises(Unavailable, match=r"request_id: 'next' cannot go on: weights: it began with h1, and t1"):
+        with pytest.raises(Unavailable, match=r"request_id: 'next' cannot continue: weights: it began with h1, and t1"):
             await read(client, replace(NEXT, request_id="next", resume=Resume(0)), MORE)
         anew = await read(client, replace(TURN, model="fake"))
         assert anew.end.usage.cached_tokens == 0, "a whole text begins anew with a model that is named"

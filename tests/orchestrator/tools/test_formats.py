@@ -46,7 +46,8 @@ def test_the_format_of_calls_follows_from_the_template_unless_one_is_named(name:
     assert format_of("auto", template) is format_of(known.name, template) is known
     assert format_of("hermes", template).name == "hermes"
     with pytest.raises(
-        InvalidRequest, match=r"chat\.tools: .* in none of the known ways, hermes, llama3_json, mistral, qwen3_coder, "
+        InvalidRequest,
+        match=r"chat\.tools: .* in none of the known formats, hermes, llama3_json, mistral, qwen3_coder, ",
     ):
         format_of("auto", ChatTemplate(KIMI, "", ""))
     for source in (NO_TOOLS, "", "{% if"):
