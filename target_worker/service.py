@@ -1,4 +1,4 @@
-"""What all target workers share, real or simulated: the engine's surroundings, and the gRPC service."""
+"""The common part of real and simulated target workers: the engine with its metrics, and the gRPC service."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from target_worker.scheduler.job import Swept
 logger = logging.getLogger(__name__)
 NANO = 1e-9
 ROWS = tuple(2**power for power in range(13))  # upper bounds of the buckets of `bough_sweep_rows`
-CALLS = tuple(2**power for power in range(9))  # of those of `bough_sweep_calls`
+CALLS = tuple(2**power for power in range(9))  # the same for `bough_sweep_calls`
 
 
 class TargetLoad(NamedTuple):
@@ -60,11 +60,11 @@ class LoadCollector(Collector):
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV memory that cannot be taken from a session", usage)
         sent, hits = pool.num_sent, pool.num_sent - pool.num_computed
         yield self._counter("vllm:prefix_cache_queries", "Tokens of contexts that were sent", sent)
-        yield self._counter("vllm:prefix_cache_hits", "Of these, tokens that were not computed", hits)
+        yield self._counter("vllm:prefix_cache_hits", "Of these, tokens that were cached", hits)
         yield self._gauge("bough_kv_bytes", "Memory for keys and values", pool.num_bytes)
-        yield self._gauge("bough_kv_cached_tokens", "Tokens whose keys and values are kept", pool.num_tokens)
-        yield self._counter("bough_kv_evictions", "Idle slots that gave way to others", pool.num_evictions)
-        yield self._counter("vllm:num_preemptions", "Sessions whose KV gave way to older ones", pool.num_preemptions)
+        yield self._gauge("bough_kv_cached_tokens", "Tokens with cached keys and values", pool.num_tokens)
+        yield self._counter("bough_kv_evictions", "Evicted idle slots", pool.num_evictions)
+        yield self._counter("vllm:num_preemptions", "Sessions preempted by older ones", pool.num_preemptions)
         yield self._by_state("bough_kv_slots", "Slots by state", pool.num_held, pool.num_idle)
         yield self._by_state("bough_kv_used_bytes", "Memory of slots by state", pool.held_bytes, pool.idle_bytes)
 
@@ -88,18 +88,20 @@ class Metrics(MetricsServer):
         super().__init__()
         self._model_name = model_name
         self._bytes = self._counter("bough_link_bytes", "Bytes of weights that crossed the link")
-        self._link = self._counter("bough_link_seconds", "Time during which the link carried weights")
-        self._ideal = self._counter("bough_link_ideal_seconds", "The same bytes at the best speed the link has shown")
-        self._wait = self._counter("bough_wait_seconds", "Time during which sweeps waited for weights")
-        self._compute = self._counter("bough_compute_seconds", "Time during which sweeps computed")
+        self._link = self._counter("bough_link_seconds", "Time in which the link transferred weights")
+        self._ideal = self._counter(
+            "bough_link_ideal_seconds", "Time for the same bytes at the link's best measured speed"
+        )
+        self._wait = self._counter("bough_wait_seconds", "Time in which sweeps waited for weights")
+        self._compute = self._counter("bough_compute_seconds", "Time in which sweeps computed")
         self._kv = self._counter("bough_kv_copied_bytes", "Bytes of keys and values copied from and to the host")
         self._sweeps = self._counter("bough_sweeps", "Passes over the target's layers")
         self._tokens = self._counter("bough_sweep_tokens", "Tokens of context and nodes of trees in these passes")
         text = "Tokens of context and nodes of trees in one pass"
         self._rows = Histogram("bough_sweep_rows", text, ["model_name"], buckets=ROWS, registry=self.registry)
-        text = "Calls whose tokens or trees one pass carried"
+        text = "Calls with tokens or trees in one pass"
         self._calls = Histogram("bough_sweep_calls", text, ["model_name"], buckets=CALLS, registry=self.registry)
-        efficiency = "Of the last sweep: the time its weights ideally take on the link, over the time it took"
+        efficiency = "Of the last sweep: the ideal link time of its weights, divided by its duration"
         self._efficiency = self._gauge("bough_link_efficiency", efficiency)
 
     def watch(self, load: Callable[[], TargetLoad]) -> None:
@@ -154,7 +156,7 @@ class ServedTarget(ServedWorker[TargetConfig]):
         self._engine.warm_up().result()
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
-        """Queue a call for the next sweep with room. Raises Unavailable for one of another worker at this address."""
+        """Queue a call for the next sweep with room. Raises Unavailable for a call meant for another worker."""
         if call.worker_id not in ("", self._worker_id):
             raise Unavailable(f"worker_id: must be {self._worker_id} at this address, got {call.worker_id!r}")
         return self._engine.verify(call)

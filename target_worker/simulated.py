@@ -1,4 +1,4 @@
-"""A target without weights: the engine, slots and services of the real one over sweeps that only take their time."""
+"""A target without weights: the real engine, slots and services, with sweeps that only sleep."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PRIOR_ROWS = (1, 8, 64, 256, 1024)  # row counts of the cost curve that is repor
 
 
 class SimulatedSweeper:
-    """Sleeps for the seconds of a profile; accepts as much of a tree as equals the text of the profile's law."""
+    """Sleeps for the seconds of a profile; accepts the part of a tree that equals the profile's true text."""
 
     def __init__(self, pair: SimulatedPair, clock: SimulatedClock, grammars: Grammars) -> None:
         self._pair, self._clock, self._grammars = pair, clock, grammars
@@ -94,7 +94,7 @@ def verdict_by(law: Law, job: VerifyJob, allowed: AllowedTokens | None = None) -
     verdict = walk(tree, lambda path: text[len(path) - 1])
     if call.sampling.logprobs is None:
         return verdict
-    seed, first = text_seed(call.sampling), call.context.base_length + 1  # position of what follows the root
+    seed, first = text_seed(call.sampling), call.context.base_length + 1  # position of the token after the root
     num_top, places = call.sampling.logprobs, range(len(verdict.accepted_nodes) + 1)
     logprobs = tuple(position_logprobs(law, seed, first + place, text[place], num_top) for place in places)
     return verdict._replace(logprobs=logprobs)
@@ -103,7 +103,7 @@ def verdict_by(law: Law, job: VerifyJob, allowed: AllowedTokens | None = None) -
 def position_logprobs(law: Law, seed: int, position: int, token: int, num_top: int) -> PositionLogprobs:
     """Log-probabilities of the true token at a position and of the `num_top` likeliest; all are finite.
 
-    A token that the draft does not propose gets an equal share of the probability that the proposed ones leave.
+    Tokens that the draft does not propose share the remaining probability equally.
     """
     here = np.array([position])
     true_tokens = np.array([token], np.int32)
@@ -116,7 +116,7 @@ def position_logprobs(law: Law, seed: int, position: int, token: int, num_top: i
 
 
 class SimulatedTarget(ServedTarget):
-    """A target with a profile's limits, or the settings' where those are lower and not defaults."""
+    """A target with a profile's limits, or the settings' if they are lower and not defaults."""
 
     def __init__(self, config: TargetConfig, worker_id: str, pair: SimulatedPair, clock: SimulatedClock) -> None:
         """Raises ConfigError if the profile's KV tokens do not hold a session."""
@@ -148,7 +148,7 @@ class SimulatedTarget(ServedTarget):
     def info(self) -> WorkerInfo:
         """The simulated model, and a note that it is simulated."""
         profile = self._pair.profile.target
-        kv = f"KV of {profile.kv_tokens} tokens is counted as {ROW_BYTES // 1024} KB each, and not taken"
+        kv = f"KV of {profile.kv_tokens} tokens is counted as {ROW_BYTES // 1024} KB each, and not allocated"
         return self._info(
             model_description="simulated target",
             model_fingerprint=self._pair.fingerprint,
@@ -158,5 +158,5 @@ class SimulatedTarget(ServedTarget):
             link_bytes_per_pass=profile.link_bytes(1),
             notes=(*self._pair.notes(), kv, *self._metrics_note),
             arithmetic="simulated: text by seed and position",
-            weights_hash=self._pair.fingerprint,  # there are no other bytes of it
+            weights_hash=self._pair.fingerprint,  # the model has no other bytes
         )

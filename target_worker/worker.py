@@ -109,15 +109,15 @@ class TargetWorker(ServedTarget):
             raise
 
     def _start_within_memory(self) -> None:
-        """Start. Raises ConfigError where a GPU has less memory than was reckoned, as others took some meanwhile."""
+        """Start. Raises ConfigError if other processes took memory of a GPU since its use was planned."""
         try:
             with named_faults(self._device, tuple(dict.fromkeys(self._elsewhere.values()))):
                 self._start()
         except AcceleratorFull as exc:
-            told = gigabytes(self._config.device_memory) if self._config.device_memory else "none"
+            given = gigabytes(self._config.device_memory) if self._config.device_memory else "none"
             raise ConfigError(
-                f"--device-memory: must be less than what is free on {self._device}, got {told}: {exc}; give a smaller "
-                "one, or a smaller --kv-memory, or --device-reserve for others"
+                f"--device-memory: must be less than what is free on {self._device}, got {given}: {exc}; give a "
+                "smaller one, or a smaller --kv-memory, or --device-reserve for others"
             ) from exc
 
     def _start(self) -> None:
@@ -185,23 +185,24 @@ class TargetWorker(ServedTarget):
         notes = [text for text in texts if text]
         if self._asked_context > self._limits.max_context:
             own = self._limits.max_context
-            notes.append(f"--max-context: {self._asked_context} is more than the model's own limit, {own}, which holds")
+            notes.append(
+                f"--max-context: {self._asked_context} is more than the model's own limit, {own}, which applies"
+            )
         if self._experts:
-            notes.append(f"experts come when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
+            notes.append(f"experts are loaded when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
         if self._device.type != "cpu":
             notes.append(f"computes on {self._device}, {_described(self._device)}")
         for other in dict.fromkeys(self._elsewhere.values()):
             count = sum(device == other for device in self._elsewhere.values())
-            notes.append(f"{count} layers stay on {other}, {_described(other)}, and are computed there")
+            notes.append(f"{count} layers are stored and computed on {other}, {_described(other)}")
         unpinned = self._tiers.unpinned_bytes + sum(streams.unpinned_bytes for streams in self._kv_streams.values())
         if unpinned:
             notes.append(
-                f"{gigabytes(unpinned)} of the host's memory could not be pinned: copies from there to the GPU are "
-                "slower than they might be"
+                f"{gigabytes(unpinned)} of host memory could not be pinned, which slows copies from there to the GPU"
             )
         if not self._tiers.is_direct:
             notes.append("reads go through the page cache: the file system refuses O_DIRECT")
-        notes.append(f"{self._model.arithmetic}: a row's bits do not depend on what else is in a sweep")
+        notes.append(f"{self._model.arithmetic}: a row's bits do not depend on the other rows of a sweep")
         notes += [REFERENCE_NOTE] if self._config.backend == "reference" else []
         notes += self._metrics_note
         if unused := self._skeleton.unused:
@@ -230,7 +231,7 @@ class TargetWorker(ServedTarget):
         return SlotPool(arena, self._config.lease_seconds, time.monotonic, self._limits.kv_step), home
 
     def _streams_for_kv(self) -> dict[torch.device, DeviceStreams]:
-        """Streams of every GPU to which keys and values come from the host; none where they are on the GPUs."""
+        """Streams of every GPU that copies KV from the host; none if the KV is on the GPUs."""
         if self._config.kv_tier != "host":
             return {}
         devices = dict.fromkeys((self._device, *self._elsewhere.values()))
@@ -277,11 +278,11 @@ def choose_places(
     apart: SeparateExperts | None = None,
     others: Sequence[OtherDevice] = (),
 ) -> Places:
-    """Place each layer, with its experts or, if given a cache of their own (`Fixed.experts`), without.
+    """Place each layer, with its experts, or without them if they have a cache (`Fixed.experts`).
 
-    Experts get a cache where not everything stays in memory; on a device with its own memory, only if host memory holds
+    Experts get a cache if not everything fits in memory; on a device with its own memory, only if host memory holds
     all experts. Layers that stay on `others` keep their experts. Raises ConfigError naming the setting that leaves too
-    little memory, or that has no meaning on this device.
+    little memory, or does not apply to this device.
     """
     _require_free(others)
     free, is_gpu = free_device_bytes(device), device.type != "cpu"
@@ -290,9 +291,13 @@ def choose_places(
     parts = apart if config.experts != "all" else None
     placement = place_with(layer_bytes, fixed, allowed, others, parts, is_gpu, config.experts == "chosen")
     require_way_through(placement, is_gpu, allowed.host)
-    said = "as told" if config.device_memory else f"of the {gigabytes(free)} that are free; the rest is left to others"
-    beside = f", {gigabytes(allowed.host)} of the host's" if allowed.host else ""
-    words = f"memory: {gigabytes(allowed.device)} ({said}){beside}; {placement}; {placement.fixed}"
+    origin = (
+        "as configured"
+        if config.device_memory
+        else f"of the {gigabytes(free)} that are free; the rest is left to others"
+    )
+    on_host = f", {gigabytes(allowed.host)} of the host's" if allowed.host else ""
+    words = f"memory: {gigabytes(allowed.device)} ({origin}){on_host}; {placement}; {placement.fixed}"
     logger.info("%s", words)
     return Places(placement, words)
 
@@ -303,6 +308,6 @@ def _require_free(others: Sequence[OtherDevice]) -> None:
         free = free_device_bytes(torch.device(other.name))
         if other.budget > free:
             raise ConfigError(
-                f"--resident-devices: {other.name} must be at most {gigabytes(free)}, which are free there, got "
+                f"--resident-devices: {other.name} must be at most the {gigabytes(free)} that are free there, got "
                 f"{gigabytes(other.budget)}"
             )

@@ -1,7 +1,7 @@
 """Which experts are in memory, which are evicted, and which are prefetched. Does no I/O.
 
-Rarely used experts are evicted first, and the most recently used among equals: layers are computed cyclically, so that
-one's next use is the farthest away, and the same experts stay cached in every sweep.
+Rarely used experts are evicted first, and the most recently used among equals: layers are computed cyclically, so its
+next use is the farthest away. The same experts thus stay cached in every sweep.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 RATE = 0.25  # weight of the latest sweep in the moving average of an expert's usage
 LIKELY = 0.5  # usage above which an expert is prefetched before its layer's turn
-AHEAD_SHARE = 0.25  # of all slabs, that prefetched experts not used yet may occupy
+AHEAD_SHARE = 0.25  # share of the slabs that prefetched experts not used yet may occupy
 USAGE_BUCKETS = 8  # of usage: finer differences are treated as chance
 NOBODY = -1
 
@@ -54,7 +54,7 @@ class ExpertCache:
         self._is_ahead[self._layer_at == layer] = False
 
     def restart(self) -> None:
-        """Forget the current turn, which was aborted, without counting its experts as used."""
+        """Forget the current, aborted turn without counting its experts as used."""
         self.layer = NOBODY
 
     def slab_of(self, expert: Expert) -> int | None:

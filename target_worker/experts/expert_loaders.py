@@ -41,7 +41,7 @@ class ExpertReads(ExpertLoader):
         memory = allocate(num_slabs * slab_bytes)
         self._slabs = [Slab.over(memory[i * slab_bytes : (i + 1) * slab_bytes]) for i in range(num_slabs)]
         self._num_threads = num_threads
-        self._reads: dict[int, list[Future[None]]] = {}  # by slab: reads in flight, or whose result was not checked yet
+        self._reads: dict[int, list[Future[None]]] = {}  # by slab: reads in flight, or with an unchecked result
         self._traffic = traffic or DiskStats()
 
     def __enter__(self) -> ExpertReads:
@@ -145,7 +145,7 @@ class ExpertCopies(ExpertLoader):
         return -(-max(0, PREFETCH_BYTES - self._traffic.outstanding_bytes) // self._slabs.shape[1])
 
     def begin(self) -> None:
-        """Record the compute stream's progress: slabs given up in this turn are in use until then."""
+        """Record the compute stream's progress: slabs freed in this turn are in use until then."""
         self._computed = self._streams.compute_event()
 
     def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:

@@ -1,4 +1,4 @@
-"""Loads the experts that a layer's rows are routed to; as many stay cached as there are slabs for.
+"""Loads the experts that a layer's rows are routed to, and caches as many as there are slabs.
 
 Which experts a layer needs is known only after its router has run. The layer announces them (`expect`), and missing
 ones load while the first ones compute. Meanwhile experts that most recent sweeps have used are prefetched for later
@@ -47,11 +47,11 @@ class ExpertLoader(ABC):
         """Check that no file that the loader reads was written to in place. Raises StreamError."""
 
     def begin(self) -> None:  # noqa: B027
-        """Start a layer's turn. All computation with slabs given up from now on has been queued before."""
+        """Start a layer's turn. All computation with slabs that are freed from now on is already queued."""
 
     @abstractmethod
     def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
-        """Start loading `expert` into `slab`. Raises StreamError as `arrived`, if the error is known at once."""
+        """Start loading `expert` into `slab`. Raises StreamError like `arrived` if the error is known at once."""
 
     def promote(self, expert: Expert, slab: int) -> bool:
         """Promote a prefetch to a demand load; False if it failed and must be issued again."""

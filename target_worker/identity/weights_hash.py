@@ -1,7 +1,7 @@
-"""The hash of all served weights, which tells apart checkpoints whose samples are equal; cached on disk.
+"""The hash of all served weights, which distinguishes checkpoints with equal samples; cached on disk.
 
-Where a checkpoint is new to a machine it takes long, so startup does not wait for it: a low-priority thread computes it
-and leaves the link to sweeps.
+It takes long for a checkpoint that is new to a machine, so startup does not wait: a low-priority thread computes it and
+leaves the link to sweeps.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ PIECE_BYTES = 8 * 1024 * 1024  # of one read
 def file_digest(file: Path, state: FileState, before_piece: Callable[[], None] = lambda: None) -> str:
     """SHA-256 of a file in this state, as `sha256sum` prints it; cached.
 
-    `before_piece` is called before each read and may block. The page cache keeps nothing of what is read, except where
-    O_DIRECT is refused and pages of this file are dropped. Raises CheckpointError for a file that cannot be read, or is
-    no longer in this state.
+    `before_piece` is called before each read and may block. Reads bypass the page cache; without O_DIRECT the file's
+    pages are dropped afterwards. Raises CheckpointError for a file that cannot be read, or has changed its state.
     """
     digest, opened = hashlib.sha256(), open_file(file)
     try:

@@ -44,7 +44,7 @@ class KVHome:
 
 
 class _BufferRows(NamedTuple):
-    """The rows of a slot in the device buffers, and which of them the sweep writes."""
+    """The rows of a slot in the device buffers, and the ones that the sweep writes."""
 
     begin: int  # first row in the buffer
     first: int  # first slot row that the sweep writes; earlier rows are copied to the device
@@ -63,7 +63,7 @@ class _Stage:
         self._next = dict(pairwise(layers))
         self._streams = streams
         self._rows_of: Mapping[KVSlot, _BufferRows] = {}
-        self._free: DeviceEvent | None = None  # when all earlier sweeps' use of the buffers has ended
+        self._free: DeviceEvent | None = None  # the end of earlier sweeps' use of the buffers
         self._ready: list[DeviceEvent | None] = [None] * STAGED_LAYERS  # by buffer: when its next layer may be computed
         self._last: DeviceEvent | None = None  # end of the last queued copy
 
@@ -90,7 +90,7 @@ class _Stage:
         self._copy_out(index, self._streams.compute_event())
 
     def _copy_in(self, layer: int) -> None:
-        """Queue copies of the rows that the slots already hold, after earlier use of the buffer."""
+        """Queue copies of the rows that are already in the slots, after earlier use of the buffer."""
         buffer = self.buffers[self.buffer_of[layer]]
         for slot, (begin, first, _) in self._rows_of.items():
             if first:

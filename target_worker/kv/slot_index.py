@@ -21,8 +21,8 @@ from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyResult
 from bough.protocol.prefix_hash import BLOCK_TOKENS, PrefixIndex, PrefixMatch, block_hashes, common_length, whole_blocks
 
-# Taking rows looks at every slot. More texts than so many would not be found again much more often, and where they are
-# short a request costs the more, the longer a worker has run.
+# Taking rows looks at every slot: without a limit, requests would become slower the longer a worker runs, if texts are
+# short. More texts would hardly be reused more often.
 MAX_IDLE = 2048
 
 
@@ -175,7 +175,7 @@ class SlotIndex:
         self.arena.give_back(session.slot)
 
     def follow(self, session: SessionSlot) -> None:
-        """Update the prefix index after a change of what the slot holds."""
+        """Update the prefix index after a change of the slot's tokens."""
         self._index.follow(session, session.slot.tokens, session.cache_salt)
 
     def roll_back(self, session: SessionSlot, length: int) -> None:
@@ -190,7 +190,7 @@ class SlotIndex:
         return self._index.longest(text.tokens, text.hashes, text.cache_salt)
 
     def longest_usable(self, text: Text) -> PrefixMatch[SessionSlot] | None:
-        """The slot from which most of the text can be taken over, in whole blocks."""
+        """The slot from which most of the text can be copied, in whole blocks."""
         match = self.longest(text)
         if match is None or not self.arena.most_slots:
             return match
@@ -204,11 +204,11 @@ class SlotIndex:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no memory beside rows for another session."""
+        """Whether there is no memory for another session's states."""
         return 0 < self.arena.most_slots <= len(self.held)
 
     def make_place(self, keep: SessionSlot | None) -> bool:
-        """Make sure that one more slot may be opened, evicting an idle one other than `keep`."""
+        """Make room for one more slot, evicting an idle one other than `keep` if necessary."""
         if not 0 < self.arena.most_slots <= len(self.slots):
             return True
         oldest = next((session for session in self._idle if session is not keep), None)
@@ -218,7 +218,7 @@ class SlotIndex:
         return oldest is not None
 
     def num_available(self, keep: SessionSlot | None) -> int:
-        """Rows that are free or of idle slots but `keep`."""
+        """Rows that are free or belong to idle slots except `keep`."""
         spared = keep.slot.num_rows if keep is not None and keep.state is SlotState.IDLE else 0
         return self.arena.num_rows - sum(session.slot.num_rows for session in self.held) - spared
 
@@ -258,7 +258,7 @@ class SlotIndex:
         self._index.check_integrity([*self.slots])
 
     def _place(self, session: SessionSlot) -> int:
-        """The position of an idle slot in `_idle`."""
+        """Position of an idle slot in `_idle`."""
         return self._idle.index(session, bisect_left(self._idle, session.last_used, key=_last_used))
 
     def _cut(self, session: SessionSlot, num_rows: int) -> None:

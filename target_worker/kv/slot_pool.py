@@ -18,9 +18,9 @@ from bough.protocol.prefix_hash import BLOCK_TOKENS, common_length, whole_blocks
 from target_worker.kv.slot_index import SessionSlot, SlotIndex, SlotState, Text
 
 MORE = ", or start with more --kv-memory"
-TURN_SECONDS = 5.0  # a session that has not called for so long is between two turns, not between two rounds
-ASKING_SECONDS = 2.0  # an asking session goes before younger ones for so long; callers retry several times a second
-WAITING_SECONDS = 600.0  # for which a session that does not retry is remembered
+TURN_SECONDS = 5.0  # after this time without a call a session is between two turns, not between two rounds
+ASKING_SECONDS = 2.0  # an asking session precedes younger ones for this time; callers retry several times a second
+WAITING_SECONDS = 600.0  # time for which a session that does not retry is remembered
 
 
 class _Waiting(NamedTuple):
@@ -45,7 +45,7 @@ class AdmissionOrder:
         self._waiting[session_id] = _Waiting(epoch, now)
 
     def leave(self, session_id: ScopedId) -> None:
-        """Remove a session that has its room or wants none."""
+        """Remove a session that has its room or does not want any."""
         self._waiting.pop(session_id, None)
 
     def num_before(self, session_id: ScopedId, epoch: int) -> int:
@@ -86,7 +86,7 @@ class SlotPool:
     def __init__(self, arena: Arena, lease_seconds: float, clock: Callable[[], float], step_rows: int = 0) -> None:
         """A session is admitted only if each session in use can then still grow by `step_rows`; otherwise it would soon
         be preempted."""
-        self._kept = SlotIndex(arena)
+        self._index = SlotIndex(arena)
         self._step_rows = step_rows
         self._lease_seconds = lease_seconds
         self._clock = clock
@@ -95,20 +95,20 @@ class SlotPool:
 
     def __len__(self) -> int:
         """The number of sessions with a slot."""
-        return len(self._kept.sessions)
+        return len(self._index.sessions)
 
     @contextmanager
     def scratch(self, num_rows: int) -> Iterator[Slot]:
         """Lend free rows that belong to no session, as long as there are no sessions."""
-        slot = self._kept.arena.take(num_rows)
+        slot = self._index.arena.take(num_rows)
         try:
             yield slot
         finally:
-            self._kept.arena.give_back(slot)
+            self._index.arena.give_back(slot)
 
     def get(self, session_id: ScopedId) -> SessionSlot | None:
         """The session's slot, if it has one."""
-        return self._kept.sessions.get(session_id)
+        return self._index.sessions.get(session_id)
 
     def is_waiting(self, session_id: ScopedId) -> bool:
         """Whether the session was preempted or could not grow, and has had no room since."""
@@ -121,11 +121,11 @@ class SlotPool:
         if the session does not hold its slot: a new session preempts nobody.
         """
         self._expire()
-        session = self._kept.sessions.get(session_id)
+        session = self._index.sessions.get(session_id)
         if session is None or session.state is not SlotState.HELD:
             return []
-        missing = num_rows - session.slot.num_rows - self._kept.num_available(session)
-        others = (other for other in self._kept.held if other is not session)
+        missing = num_rows - session.slot.num_rows - self._index.num_available(session)
+        others = (other for other in self._index.held if other is not session)
         younger = sorted(
             (other for other in others if other.age > (epoch, session.number)), key=lambda other: other.age
         )
@@ -151,8 +151,8 @@ class SlotPool:
             Preempted: the session was preempted, and there is no room for it yet.
             Exhausted: there is no room. A session that could not grow keeps what it holds.
         """
-        self._expire()  # first, as it may evict the session's own slot
-        session = self._kept.sessions.get(session_id)
+        self._expire()  # before anything else, as it may evict the session's own slot
+        session = self._index.sessions.get(session_id)
         if session is None or session.state is SlotState.IDLE:
             self._require_entry(session_id, epoch, num_rows - (session.slot.num_rows if session is not None else 0))
         if session is None:
@@ -164,53 +164,53 @@ class SlotPool:
         if epoch > session.epoch:
             session.epoch, session.last_round, session.last_result = epoch, -1, None
         if session.state is SlotState.IDLE:
-            self._kept.hold(session)
+            self._index.hold(session)
         slot = session.slot
         session.cache_salt = text.cache_salt
-        self._kept.roll_back(session, common_length(slot.tokens, text.tokens))
-        shared = self._kept.longest(text) if slot.length < len(text.tokens) else None
+        self._index.roll_back(session, common_length(slot.tokens, text.tokens))
+        shared = self._index.longest(text) if slot.length < len(text.tokens) else None
         self.copy_prefix(session, text)
         if slot.length < len(text.tokens):
             slot.snapshot_at({whole_blocks(len(text.tokens)), shared.length if shared is not None else 0})
-        session.is_busy = True  # last: where a copy fails there is no call that would end, and so no lease either
+        session.is_busy = True  # last: if a copy fails, no call has begun that would have to end, and no lease
         return session
 
     @property
     def shares_anywhere(self) -> bool:
-        """Whether sessions may share prefixes of any length, which those with states cannot."""
-        return not self._kept.arena.most_slots
+        """Whether sessions may share prefixes of any length; sessions with states cannot."""
+        return not self._index.arena.most_slots
 
     def mend(self, session: SessionSlot) -> None:
-        """Drop what a sweep that failed midway has left of no use."""
-        self._kept.roll_back(session, session.slot.length)
+        """Drop partial results of a sweep that failed midway."""
+        self._index.roll_back(session, session.slot.length)
 
     def copy_prefix(self, session: SessionSlot, text: Text) -> None:
         """Copy whole blocks of the text that another slot has beyond the session's own."""
         slot = session.slot
         if slot.length == len(text.tokens):
             return
-        match = self._kept.longest_usable(text)
+        match = self._index.longest_usable(text)
         if match is not None and match.length > slot.length:
-            self._kept.touch(match.holder, self._clock())
+            self._index.touch(match.holder, self._clock())
             slot.fork(match.holder.slot, match.length)
-            self._kept.follow(session)
+            self._index.follow(session)
 
     def commit(self, session: SessionSlot, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Commit tokens whose keys and values are in `rows`."""
         session.slot.compact(rows, tokens)
-        self._kept.follow(session)
+        self._index.follow(session)
 
     def end_call(self, session: SessionSlot) -> None:
         """End the session's call; its lease starts."""
         session.is_busy = False
-        self._kept.touch(session, self._clock())
+        self._index.touch(session, self._clock())
         session.leased_until = session.last_used + self._lease_seconds
 
     def end_lease(self, session: SessionSlot) -> None:
         """End the session's call and its lease."""
         self.end_call(session)
         session.leased_until = session.last_used
-        self._kept.let_go(session)
+        self._index.let_go(session)
 
     def count(self, num_sent: int, num_computed: int) -> None:
         """Count the tokens of an answered call's context: those sent, and those computed."""
@@ -220,83 +220,83 @@ class SlotPool:
     def release(self, session_id: ScopedId) -> None:
         """Forget a session. Its slot stays idle until its rows are needed. Raises NotFound."""
         self._order.leave(session_id)
-        session = self._kept.sessions.pop(session_id, None)
+        session = self._index.sessions.pop(session_id, None)
         if session is None:
             raise NotFound("session_id", f"{session_id.name!r} has no slot here")
         session.session_id, session.last_result, session.is_busy = ScopedId(), None, False
         if session.state is SlotState.HELD:
-            self._kept.let_go(session)
+            self._index.let_go(session)
         if session.slot.length < BLOCK_TOKENS:
-            self._kept.give_back(session)
+            self._index.give_back(session)
 
     def figures(self) -> PoolFigures:
         """The pool's state; any thread."""
-        now, row_bytes = self._clock(), self._kept.arena.row_bytes
-        slots = list(self._kept.slots)
+        now, row_bytes = self._clock(), self._index.arena.row_bytes
+        slots = list(self._index.slots)
         held = [s for s in slots if s.state is SlotState.HELD and (s.is_busy or now < s.leased_until)]
         held_rows, all_rows = (sum(session.slot.num_rows for session in some) for some in (held, slots))
         return PoolFigures(
-            num_sessions=len(self._kept.sessions),
+            num_sessions=len(self._index.sessions),
             num_held=len(held),
             num_idle=len(slots) - len(held),
-            num_bytes=self._kept.arena.num_rows * row_bytes,
+            num_bytes=self._index.arena.num_rows * row_bytes,
             held_bytes=held_rows * row_bytes,
             idle_bytes=(all_rows - held_rows) * row_bytes,
             num_tokens=sum(session.slot.length for session in slots),
-            num_evictions=self._kept.num_evictions,
+            num_evictions=self._index.num_evictions,
             num_sent=self._num_sent,
             num_computed=self._num_computed,
             num_preemptions=self._num_preemptions,
         )
 
     def check_now_and_then(self) -> None:
-        """Assert the invariants between calls, after as few calls as slots are few."""
-        if self._kept.arena.is_check_due():
-            self._kept.check_integrity()
+        """Check invariants after every N calls, where N grows with the number of slots."""
+        if self._index.arena.is_check_due():
+            self._index.check_integrity()
 
     def check_integrity(self) -> None:
         """Assert the invariants between calls."""
-        self._kept.check_integrity()
+        self._index.check_integrity()
 
     def _open(self, session_id: ScopedId, num_rows: int, text: Text) -> SessionSlot:
-        """A slot for a new session: an idle one if that loses nothing or no other room can be made, else new rows."""
-        kept, match = self._kept, self._kept.longest_usable(text)
+        """A slot for a new session: an idle one if that loses nothing or no other room is left, otherwise new rows."""
+        index, match = self._index, self._index.longest_usable(text)
         source, length = match if match is not None else (None, 0)
         idle = source if source is not None and source.state is SlotState.IDLE else None
         is_spare = idle is not None and not idle.session_id and length == whole_blocks(idle.slot.length)
-        if is_spare or not kept.make_place(keep=source) or not kept.make_room(num_rows, keep=source):
-            if idle is None or not kept.make_room(num_rows - idle.slot.num_rows, keep=idle):
+        if is_spare or not index.make_place(keep=source) or not index.make_room(num_rows, keep=source):
+            if idle is None or not index.make_room(num_rows - idle.slot.num_rows, keep=idle):
                 raise self._exhausted(num_rows)
             session = idle
-            kept.take_over(session, length, num_rows)
+            index.take_over(session, length, num_rows)
         else:
-            session = kept.open(num_rows)
-        kept.name(session, session_id)
+            session = index.open(num_rows)
+        index.name(session, session_id)
         return session
 
     def _grow(self, session: SessionSlot, epoch: int, num_rows: int) -> None:
         extra = num_rows - session.slot.num_rows
         if extra <= 0:
             return
-        if not self._kept.make_room(extra, keep=session):
-            self.end_call(session)  # keeps what it holds, so that the caller may try again
+        if not self._index.make_room(extra, keep=session):
+            self.end_call(session)  # the slot keeps its tokens: the caller may retry
             self._order.ask(session.session_id, epoch)
             raise self._exhausted(extra)
-        self._kept.arena.resize(session.slot, num_rows)
+        self._index.arena.resize(session.slot, num_rows)
 
     def _require_entry(self, session_id: ScopedId, epoch: int, num_rows: int) -> None:
         """Raise Exhausted or Preempted if a session must not be admitted with `num_rows` more rows.
 
         Preempted older sessions come first, and sessions in use must have room for their next step.
         """
-        kept, num_before = self._kept, self._order.num_before(session_id, epoch)
+        index, num_before = self._index, self._order.num_before(session_id, epoch)
         self._share_out(session_id, num_rows)
-        spare = sum(min(self._step_rows, session.num_growing) for session in kept.held)
-        if session_id not in kept.sessions and kept.is_full:
-            error = Exhausted(f"KV memory: the states of {len(kept.held)} sessions in use fill it; try again{MORE}")
+        spare = sum(min(self._step_rows, session.num_growing) for session in index.held)
+        if session_id not in index.sessions and index.is_full:
+            error = Exhausted(f"KV memory: the states of {len(index.held)} sessions in use fill it; try again{MORE}")
         elif num_before:
             error = Exhausted(f"KV memory: {num_before} sessions that began earlier wait for room; try again{MORE}")
-        elif kept.num_available(kept.sessions.get(session_id)) < num_rows + spare:
+        elif index.num_available(index.sessions.get(session_id)) < num_rows + spare:
             error = self._exhausted(num_rows, spare)
         else:
             return
@@ -308,30 +308,30 @@ class SlotPool:
     def _share_out(self, session_id: ScopedId, num_rows: int) -> None:
         """End leases until there is room for a session, of tenants that hold more than its own would with it.
 
-        Only sessions between two turns lose theirs: of the tenant that holds most first, the least recently used first.
+        Only sessions between two turns lose theirs. The tenant that holds most loses first, its oldest use first.
         """
-        kept, tenant, since = self._kept, session_id.tenant, self._clock() - TURN_SECONDS
-        wanted = num_rows + sum(min(self._step_rows, session.num_growing) for session in kept.held)
+        index, tenant, since = self._index, session_id.tenant, self._clock() - TURN_SECONDS
+        wanted = num_rows + sum(min(self._step_rows, session.num_growing) for session in index.held)
         held = Counter[str]()
-        for session in kept.held:
+        for session in index.held:
             held[session.session_id.tenant] += session.slot.num_rows
-        while kept.is_full or kept.num_available(kept.sessions.get(session_id)) < wanted:
-            between_turns = (s for s in kept.held if not s.is_busy and s.last_used <= since)
+        while index.is_full or index.num_available(index.sessions.get(session_id)) < wanted:
+            between_turns = (s for s in index.held if not s.is_busy and s.last_used <= since)
             greedy = [s for s in between_turns if held[s.session_id.tenant] > held[tenant] + num_rows]
             if not greedy:
                 return
             session = min(greedy, key=lambda s: (-held[s.session_id.tenant], s.last_used))
             held[session.session_id.tenant] -= session.slot.num_rows
-            kept.let_go(session)
+            index.let_go(session)
 
     def _expire(self) -> None:
         """Sessions whose lease has ended become idle."""
         now = self._clock()
-        for session in [s for s in self._kept.held if not s.is_busy and now >= s.leased_until]:
-            self._kept.let_go(session)
+        for session in [s for s in self._index.held if not s.is_busy and now >= s.leased_until]:
+            self._index.let_go(session)
 
     def _exhausted(self, num_rows: int, spare: int = 0) -> Exhausted:
-        figures, wanted = self.figures(), num_rows * self._kept.arena.row_bytes
+        figures, wanted = self.figures(), num_rows * self._index.arena.row_bytes
         free = figures.num_bytes - figures.held_bytes
         return Exhausted(
             f"KV memory: {num_rows} tokens need {wanted} bytes, but {free} of {figures.num_bytes} are free; "

@@ -48,9 +48,9 @@ class DeviceRing:
         self._shifts = tuple(shifts) or (0,) * len(self._sizes)
         self._slabs = [streams.device_memory(max(sizes) + max(self._shifts)) for _ in range(num_slabs)]
         self._traffic = traffic or CopyStats()
-        # Of the next layers to take, one for each slab: the end of the copy, once it is queued; and the thread's work.
+        # For the next layer to take in each slab: the end of the copy, once it is queued; and the thread's work.
         self._copies: deque[tuple[Future[DeviceEvent], Future[None]]] = deque()
-        self._reset(streams.compute_event())  # memory comes again from whoever had it, and may still compute with it
+        self._reset(streams.compute_event())  # recycled memory may still be in use by queued computation
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
 
     def __enter__(self) -> DeviceRing:
@@ -64,7 +64,7 @@ class DeviceRing:
         """Begin with the first layer. Nothing reads the slabs after `computed`."""
         self._consumed = 0  # sequence number of the next layer to take
         self._free_after = [computed] * len(self._slabs)
-        self._error: Exception | None = None  # of a copy: none is queued behind it
+        self._error: Exception | None = None  # a copy's error: no copy is queued after it
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
@@ -90,7 +90,7 @@ class DeviceRing:
         for _, work in self._copies:
             work.cancel()
         self._thread.submit(lambda: None).result()  # the copy under way may be of a layer that was taken already
-        self._copies.clear()  # cancelled ones never end, and what follows may fail
+        self._copies.clear()  # cancelled copies never end, and the next call may fail
         self._source.restart()
         self._reset(self._streams.compute_event())
         self._issue_all()
@@ -104,7 +104,7 @@ class DeviceRing:
             self._issue(sequence)
 
     def _issue(self, sequence: int) -> None:
-        """Have the thread copy a layer; the last use of its slab is queued."""
+        """Let the thread copy a layer; the last use of its slab is queued."""
         queued: Future[DeviceEvent] = Future()
         self._copies.append((queued, self._thread.submit(self._copy, sequence, queued)))
 

@@ -18,7 +18,7 @@ from target_worker.link.layer_extents import ALIGNMENT, Extent, LayerExtents
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 * 1024 * 1024  # of one read; smaller reads take more CPU time, which sweeps need as well
+PIECE_BYTES = 8 * 1024 * 1024  # bytes of one read; smaller reads take more CPU time, which sweeps need as well
 
 Allocate = Callable[[int], memoryview]  # takes a number of bytes, returns page-aligned memory
 
@@ -102,13 +102,13 @@ class Disk:
     def require_unchanged(self) -> None:
         """Check after reads, before their data is used, that no file was written to in place. Raises StreamError.
 
-        Otherwise reads may have mixed two checkpoints, and this process ends: whoever supervises it starts another,
-        with what is there then.
+        On a change, reads may have mixed two checkpoints, and this process ends: its supervisor starts another with the
+        new files.
         """
         for path, file in self._files.items():
             if FileState.of(file.descriptor) != self._states[path]:
                 changed = StreamError(
-                    f"{path}: was written to while the model is served; this worker ends, to start anew"
+                    f"{path}: was written to while the model is served; this worker ends, and can be restarted"
                 )
                 exit_soon(changed)
                 raise changed

@@ -22,7 +22,7 @@ PIECE_BYTES = 2 * 1000**3  # limit of one allocation
 class Ring:
     """Delivers layers in order, cyclically. Threads read; one consumer takes layers with `layer()`.
 
-    The first layer follows the last, so that the next sweep's first layers arrive while drafts grow trees. Sequence
+    The first layer follows the last: the next sweep's first layers arrive while drafts grow trees. Sequence
     number s is layer s % num_layers, in slab s % num_slabs.
     """
 

@@ -17,7 +17,10 @@ from bough.model.loading.loading import LateWrites, ParameterSlot, can_wait
 from bough.sizing.placement import ExpertSizes, SeparateExperts
 
 ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT requires on all common file systems
-FILE_ALIGNMENT, DEVICE_ALIGNMENT = 8, 16  # of tensors in a file, usually; and of operands that products read fastest
+FILE_ALIGNMENT, DEVICE_ALIGNMENT = (
+    8,
+    16,
+)  # usual alignment of tensors in a file; also the fastest for operands of products
 MAX_GAP_BYTES = 256 * 1024  # reading across a smaller hole is cheaper than a second read
 
 
@@ -34,7 +37,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class MaterializedLayer:
-    """Values of a layer's parameters, and functions that dequantize those that are no views of the layer's bytes."""
+    """Values of a layer's parameters, and functions that dequantize those that are not views of its bytes."""
 
     values: tuple[Any, ...]
     writes: tuple[Callable[[], object], ...]
@@ -101,7 +104,7 @@ class LayerExtents:
     def device_shift(self) -> int:
         """Offset (0 or 8) from a multiple of 16 at which to place the layer, so that most weights are aligned to 16.
 
-        GPUs' products want operands there; safetensors promises 8.
+        GPUs' products want operands there; safetensors guarantees only 8.
         """
         at = Counter[int]()
         for place, begin in self.begins.items():

@@ -1,4 +1,4 @@
-"""Compute and copy streams of a device: the interface on which streaming of weights is built, and CUDA's.
+"""Compute and copy streams of a device: the interface for streaming weights, and its implementation for CUDA.
 
 Work is queued, not awaited: each stream runs in the order of calls, and only events order streams against each other.
 """
@@ -37,7 +37,7 @@ class PinnedMemory:
         node = node_of(_pci_address(self._device))
         if node is not None and not prefer_node(memory, node):
             logger.info(
-                "memory for %s comes from any NUMA node: the system refuses to have it of node %d", self._device, node
+                "memory for %s comes from any NUMA node: the system refuses to bind it to node %d", self._device, node
             )
         populate(memory)  # faults pages in with several threads, where pinning has one
         self._pin(memory)
@@ -52,13 +52,15 @@ class PinnedMemory:
                 return
             self.unpinned_bytes += len(memory)
             logger.warning(
-                "%s of host memory could not be pinned (CUDA error %d): copies of what is there to the GPU will be "
-                "slower; a smaller --host-memory, or --kv-memory with KV on the host, may help",
+                "%s of host memory could not be pinned (CUDA error %d): copies from there to the GPU will be slower; "
+                "a smaller --host-memory, or --kv-memory with KV on the host, may help",
                 gigabytes(len(memory)),
                 error,
             )
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device).add_(1)  # CUDA keeps the error for whoever next launches a kernel
+                torch.zeros(1, device=self._device).add_(
+                    1
+                )  # otherwise CUDA reports the error at the next kernel launch
 
     def close(self) -> None:
         """Unpin all memory; no copy may be in flight."""
@@ -127,13 +129,13 @@ class DeviceStreams(Protocol):
 
 
 class CudaStreams:
-    """A GPU's: the current stream computes, a stream of its own copies."""
+    """A GPU's streams: the current stream computes, a separate one copies."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._memory = PinnedMemory(device)
         self._copying = torch.cuda.Stream(device)
-        self._lock = threading.Lock()  # so that between a copy's two events there is only this copy
+        self._lock = threading.Lock()  # only this copy may come between its two events
 
     @property
     def unpinned_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """How long a sweep should wait for sessions that are still drafting.
 
-A call that misses a sweep waits for all of it, so a short delay before the sweep lets it join. Expected are sessions
-that were answered moments ago, and new ones: callers report how many sessions they run, so nobody waits for a session
-that has ended. If drafting takes long, no delay is better: sessions then alternate, one drafting while another is
+A call that misses a sweep waits for all of it, so a short delay before the sweep lets it join. The delay expects new
+sessions, and sessions that were answered moments ago. Callers report how many sessions they run, so no sweep waits for
+an ended session. If drafting takes long, no delay is better: sessions then alternate, one drafting while another is
 verified.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from bough.protocol.ids import ScopedId
 
 WEIGHT = 0.25  # of the latest observation in the moving average
-SLACK = 3.0  # multiples of the average after which a session is no longer waited for
+SLACK = 3.0  # multiples of the average after which a sweep does not wait for a session
 FORGET = 4.0  # multiples of the longest delay after which a session is forgotten
 
 
@@ -69,14 +69,14 @@ class BatchDelay:
         """Record a session's call. Long absences are capped, so that they do not dominate the average."""
         if not self._longest:
             return
-        told = self._callers.setdefault(caller, _Caller())
+        state = self._callers.setdefault(caller, _Caller())
         _, answered = self._answered.pop(session_id, ("", None))
         if answered is not None:
             self._return.observe(min(when - answered, 2 * self._longest))
-        elif told.num_new:
-            told.num_new -= 1
-            self._beginning.observe(min(max(0.0, when - told.since), 2 * self._longest))
-        told.num_running, told.reported = num_running, when
+        elif state.num_new:
+            state.num_new -= 1
+            self._beginning.observe(min(max(0.0, when - state.since), 2 * self._longest))
+        state.num_running, state.reported = num_running, when
 
     def left(self, session_id: ScopedId) -> None:
         """Forget a session that will not return soon."""
@@ -89,15 +89,15 @@ class BatchDelay:
         beginning = self._beginning.wait(self._longest) if self._beginning.seconds is not None else returning
         self._began = now if self._began is None else self._began
         until = now
-        for caller, told in self._callers.items():
+        for caller, state in self._callers.items():
             answered = away[caller]
-            num_expected = told.num_running - waiting.get(caller, 0) if told.num_running else len(answered)
+            num_expected = state.num_running - waiting.get(caller, 0) if state.num_running else len(answered)
             num_new = max(0, num_expected - len(answered))
-            if num_new > told.num_new:
-                told.since = told.reported
-            told.num_new = num_new
+            if num_new > state.num_new:
+                state.since = state.reported
+            state.num_new = num_new
             if num_new:
-                until = max(until, told.since + beginning)
+                until = max(until, state.since + beginning)
             if answered and num_expected > 0:
                 until = max(until, max(answered) + returning)
         return max(0.0, min(until, self._began + self._longest) - now)
@@ -110,5 +110,5 @@ class BatchDelay:
                 del self._answered[session_id]
             else:
                 away[caller].append(answered)
-        self._callers = {name: told for name, told in self._callers.items() if name in waiting or name in away}
+        self._callers = {name: state for name, state in self._callers.items() if name in waiting or name in away}
         return away

@@ -1,8 +1,8 @@
 """Chooses what goes into a sweep, from sizes alone: this module knows no model, slots or clock.
 
 A sweep has a limit of tokens. Trees go whole or wait; contexts may be split. Sessions in the middle of an answer come
-before new ones, which still get a share, and nobody is skipped for long. Up to the knee tokens are free, as the link is
-slower; beyond it, sessions that wait for an answer pay for another's prompt.
+before new ones, which still get a share, and no call is skipped for long. Up to the knee tokens are free, as the link
+is slower. Beyond it, a prompt delays the answers of other sessions.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def choose(jobs: Sequence[AnyWaiting], max_tokens: int, knee: float) -> list[Par
 
 
 def _contexts(line: Sequence[AnyWaiting], room: int, share: int) -> list[Part[AnyWaiting]]:
-    """Give half a share to each, and the rest to those nearest to their answer: equal shares would delay all."""
+    """Give half a share to each, and the rest to the calls nearest to their answer: equal shares would delay all."""
     sizes = []
     for job in line:
         sizes.append(min(job.num_remaining, max(1, share // 2), room))

@@ -30,7 +30,9 @@ from target_worker.scheduler.row_division import SweepYield, expected_tokens, ma
 logger = logging.getLogger(__name__)
 
 NANO = 1e-9
-STILL_SECONDS = 120.0  # without progress, after which a sweep has stalled: no layer takes as long on a useful machine
+STILL_SECONDS = (
+    120.0  # time without progress after which a sweep has stalled: no layer takes as long on a useful machine
+)
 SHUT_DOWN = "the target worker is being shut down"
 
 
@@ -129,7 +131,7 @@ class SweepEngine:
         return future
 
     def release(self, session_id: ScopedId, epoch: int = 0) -> Future[None]:
-        """Forget a session after the current sweep.
+        """Release a session after the current sweep.
 
         With an `epoch`, the future raises StaleEpoch if the session has a newer one.
         """
@@ -162,7 +164,7 @@ class SweepEngine:
         self._inbox.end()
 
     def _run_commands(self) -> bool:
-        """Run queued commands, waiting for some while there is nothing to sweep; False if told to stop."""
+        """Run queued commands, and wait for one while there is nothing to sweep; False after the stop command."""
         self._calls.drop_unwanted()  # first, as new calls may need their slots
         return self._inbox.run(self._wait_seconds)
 
@@ -189,7 +191,7 @@ class SweepEngine:
     def _choose(self) -> list[Part[VerifyJob]]:
         jobs = [*self._calls]
         chunk, cost = self._sweeper.rows.most, self.cost
-        knee = max(self._times.knee, chunk)  # below `chunk` rows are computed together, so the knee cannot be lower
+        knee = max(self._times.knee, chunk)  # `chunk` rows are computed together, so the knee cannot be lower
         recent, most = self._yield.recent, self._most_tokens
         make_fit(jobs, cost, recent, most)
         least_shared = chunk if self.pool.shares_anywhere else self._limits.max_context
@@ -223,12 +225,12 @@ class SweepEngine:
             self.num_passes += 1
 
     def _mend(self, job: VerifyJob) -> None:
-        """Drop what a sweep that failed midway has left of no use, so that it is computed again."""
+        """Drop partial results of a sweep that failed midway; they are computed again."""
         before = job.session.slot.length
         try:
             self.pool.mend(job.session)
-        except Exception as exc:  # as above; the session's states are marked, and given up when it calls again
-            logger.exception("a session could not be mended")
+        except Exception as exc:  # as above; the session's states are marked, and dropped when it calls again
+            logger.exception("a session could not be rolled back after a failed sweep")
             self._calls.drop(job.call.context.session_id, exc)
         job.num_computed = max(0, job.num_computed - (before - job.session.slot.length))
 

@@ -27,7 +27,7 @@ NANO = 1e-9
 
 
 class SweepShare(NamedTuple):
-    """What a call is told about the sweep that verified its tree."""
+    """A call's view of the sweep that verified its tree."""
 
     num_rows: int  # of all calls together
     num_trees: int
@@ -35,7 +35,7 @@ class SweepShare(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Part[Any]], cost: CostCurve | None) -> SweepShare:
-        """The shares of a sweep of `parts`."""
+        """The calls' shares of a sweep of `parts`."""
         return cls(sum(part.num_tokens for part in parts), sum(part.has_tree for part in parts), cost)
 
 
@@ -54,14 +54,14 @@ class VerifyJob:
     context: Context = field(default_factory=copy_context)  # contextvars of the caller, for the log
     spans: list[FinishedSpan] | None = field(default_factory=NOTED_SPANS.get)  # recorded for the caller's trace
     tree: Tree = field(init=False)  # the nodes that go into a sweep, renumbered
-    _kept: NDArray[np.intp] | None = None  # nodes of the call's tree that are in `tree`; None is all
+    _nodes_in_sweep: NDArray[np.intp] | None = None  # nodes of the call's tree that are in `tree`; None is all
 
     def __post_init__(self) -> None:
         self.tree = self.call.tree
 
     def keep(self, nodes: NDArray[np.intp] | None) -> None:
         """Keep only these nodes of the tree, with the parent of each; None keeps all."""
-        self._kept = nodes
+        self._nodes_in_sweep = nodes
         self.tree = self.call.tree if nodes is None else self.call.tree.only(nodes)
 
     @property
@@ -111,9 +111,9 @@ class VerifyJob:
         return verdict
 
     def result(self, verdict: Verdict, share: SweepShare) -> VerifyResult:
-        """Make the answer from a verdict on `tree`, in the node numbers of the tree as sent."""
+        """Convert a verdict on `tree` to the node numbers of the tree that was sent."""
         left_out: tuple[int, ...] = ()
-        if (kept := self._kept) is not None:
+        if (kept := self._nodes_in_sweep) is not None:
             verdict = verdict._replace(accepted_nodes=tuple(kept[list(verdict.accepted_nodes)].tolist()))
             left_out = tuple(np.setdiff1d(np.arange(len(self.call.tree)), kept).tolist())
         timings = replace(self.timings, total_ns=time.perf_counter_ns() - self.arrived_ns)
@@ -129,7 +129,7 @@ class VerifyJob:
         )
 
     def settle(self, outcome: VerifyResult | Exception) -> None:
-        """Give the outcome to everyone who still waits."""
+        """Send the outcome to all that still wait."""
         for future in self.futures:
             settle(future, outcome)
 
@@ -153,7 +153,7 @@ class Swept(NamedTuple):
 
     timings: Timings  # link figures are those since the last sweep ended: reads run ahead, so some are for later sweeps
     verdict_on: Callable[[VerifyJob], Verdict]  # verdict on a tree of the sweep; raises errors of that call alone
-    kv_bytes: int = 0  # keys and values copied between host and device
+    kv_bytes: int = 0  # KV copied between host and device
 
 
 class Sweeper(Protocol):

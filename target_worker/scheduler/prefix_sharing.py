@@ -1,7 +1,7 @@
 """Computes shared prefixes once: one call computes, the others skip a sweep and copy whole blocks.
 
-A call waits only if that costs it nothing: if this sweep would not have answered it and it gains at least as many
-tokens as it would have computed; or if, by predicted sweep times, all such calls together are answered no later.
+A call waits in two cases. Either this sweep would not have answered it, and it gains at least as many tokens as it
+would have computed; or, by predicted sweep times, all such calls together are answered no later.
 """
 
 from __future__ import annotations

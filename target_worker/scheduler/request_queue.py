@@ -1,4 +1,4 @@
-"""The calls that wait for sweeps, at most one of each session: admission, and ends without an answer."""
+"""The calls that wait for sweeps, at most one per session: admits calls, and ends them without an answer."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class CallQueue:
             job.settle(error)
 
     def drop_unwanted(self) -> None:
-        """End calls that nobody waits for; their sessions become idle."""
+        """End calls that nobody waits for any more; their sessions become idle."""
         for session_id, job in [*self._jobs.items()]:
             if not job.is_wanted:
                 del self._jobs[session_id]
@@ -103,7 +103,7 @@ class CallQueue:
             self.drop(session_id, error)
 
     def _joined(self, running: VerifyJob, call: VerifyCall, future: Future[VerifyResult]) -> bool:
-        """Whether a call joins the one in flight and waits for its answer; a newer epoch ends that one instead."""
+        """Whether a call waits for the answer of the call in flight; a newer epoch ends that call instead."""
         if (call.epoch, call.round) == (running.call.epoch, running.call.round):
             running.futures.append(future)
             return True
@@ -125,7 +125,7 @@ class CallQueue:
             raise InvalidRequest("tree", f"positions must be from 0 to {longest - 1}", deepest)
 
     def _require_new(self, call: VerifyCall) -> None:
-        """Check, before it takes a slot, that a session may begin with this call."""
+        """Check that a session may begin with this call, before it takes a slot."""
         if self.is_draining:
             raise Unavailable("this target worker is draining: new sessions must go to another one")
         if start := call.context.context_start:
@@ -138,14 +138,14 @@ class CallQueue:
             )
 
     def _reserve(self, call: VerifyCall, held: Sequence[int]) -> None:
-        """Reserve a slot for a call before it is told to send its tokens. Raises Exhausted.
+        """Reserve a slot for a call before asking it for its tokens. Raises Exhausted.
 
-        So nobody takes the room meanwhile, and without room nothing is sent.
+        Nobody can take the room meanwhile, and without room nothing is sent.
         """
         self.pool.end_call(self._lease(call, Text([*held], call.context.cache_salt)))
 
     def _asks_first(self, call: VerifyCall) -> bool:
-        """Whether a call that lacks tokens gets its slot before it is told to send them."""
+        """Whether a call that lacks tokens gets its slot before it is asked for them."""
         return call.reserves or self.pool.is_waiting(call.context.session_id)
 
     def _lease(self, call: VerifyCall, text: Text) -> SessionSlot:

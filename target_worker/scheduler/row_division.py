@@ -1,4 +1,4 @@
-"""Divides the rows of a sweep among its calls: nodes that do not pay for the time of all calls are left out."""
+"""Divides the rows of a sweep among its calls, without nodes that cost all calls more time than they gain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 Nodes = NDArray[np.intp]
 
 HALF_LIFE = 20  # sweeps
-IDLE = 3.0  # multiples of a sweep's time; longer gaps between the ends of sweeps mean that there was nothing to do
+IDLE = 3.0  # multiples of a sweep's time; after longer gaps between the ends of sweeps the target was idle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class SweepTree:
 
 
 class Yield(NamedTuple):
-    """What sweeps have brought lately."""
+    """The recent yield of sweeps."""
 
     tokens_per_second: float  # as the trees' values estimate tokens
     gap_seconds: float = math.inf  # idle time between sweeps; infinite is unknown
@@ -70,7 +70,7 @@ class _Sums:
 
 
 class SweepYield:
-    """What a second of the target brings: the tokens that all its sessions get in one, lately.
+    """The recent yield of a second: the tokens of all sessions of the target.
 
     It is a ratio of decayed sums; a mean of ratios would be dominated by short sweeps.
 
@@ -115,10 +115,10 @@ class SweepYield:
 def divide(trees: Sequence[SweepTree], fixed_rows: int, cost: CostCurve, recent: Yield, most_rows: int) -> list[Nodes]:
     """The nodes that each tree keeps, ascending and closed under parents, so that the sweep pays best.
 
-    It maximises the sum of values minus the sweep's seconds times their price, with at most `most_rows` rows, of which
-    `fixed_rows` are contexts, and with each tree's `least` nodes. Nodes of all trees are taken best first, so parents
-    precede children. All numbers of rows without padding are compared, as seconds grow in steps and a step that pays
-    may follow one that does not. Among equals the most nodes are kept.
+    It maximises the sum of values minus the sweep's seconds times their price. The sweep has at most `most_rows` rows,
+    of which `fixed_rows` are contexts, and each tree keeps its `least` nodes. Nodes of all trees are taken best first,
+    so parents precede children. All numbers of rows without padding are compared: seconds grow in steps, and a step
+    that pays may follow one that does not. Among equals the most nodes are kept.
 
     The price is the larger of the recent yield and the best yield of sweeps like this one, their gaps included
     (Dinkelbach's ratio): with the recent yield alone, overlong sweeps would perpetuate themselves.
@@ -163,7 +163,7 @@ def expected_tokens(job: VerifyJob) -> float:
 
 
 def make_fit(jobs: Iterable[VerifyJob], cost: CostCurve | None, recent: Yield, most_rows: int) -> None:
-    """Restore nodes left out before; if all ready trees together exceed a sweep, cut them to fit."""
+    """Restore nodes that were left out earlier; if all ready trees together exceed a sweep, cut them to fit."""
     ready = []
     for job in jobs:
         job.keep(None)

@@ -47,6 +47,6 @@ def _warm_up(folder: Path, dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # imports stay to the end: looking for garbage among them takes a tenth of the time
+    gc.freeze()  # imported modules stay until the end: collecting garbage among them takes a tenth of the time
     disable_progress_bar()
     compile_here(DTYPES[sys.argv[1]], sys.argv[2])

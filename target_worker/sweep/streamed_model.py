@@ -49,16 +49,16 @@ WARM_LAYERS = 2  # layers of the first pass of warm-up; layers of other kinds ar
 MOST_CACHED = 2048  # limit of cached layers' parameters: up to 20 KB each, outside the memory budget
 # Tried besides the fewest and the most rows, while time is left: tiles of kernels end at powers of two.
 TRIED_ROWS = (8, 64, 16, 17, 32, 33)
-ENOUGH_SECONDS = 0.5  # of measuring; the fewest and the most rows are always measured
-TIMES = 3  # repetitions, of which the shortest counts, as other processes may be computing
+ENOUGH_SECONDS = 0.5  # limit of measuring; the fewest and the most rows are always measured
+TIMES = 3  # repetitions; the shortest counts, as other processes may be computing
 LEAST_SECONDS = 1e-6
 
 
 class StreamedModel:
-    """A target whose decoder layers get their parameters from where these are stored, one layer after another.
+    """A target whose decoder layers load their parameters one after another.
 
     transformers' own forward runs; only each layer's `forward` is replaced: wait for the slab, bind the parameters, and
-    run the layer chunk by chunk of rows. So everything specific to an architecture is transformers' own.
+    run the layer in chunks of rows. So all code specific to an architecture is transformers'.
     `CompiledLayers` replaces the layer where it supports it.
     """
 
@@ -76,7 +76,7 @@ class StreamedModel:
         self.device = device
         self._figures = tiers.figures()
         self._best_speed = BestSpeed(self._figures, SPEED_BYTES)
-        self._by_matrix = device.type != "cpu"  # saves memory at the cost of time, which a GPU has
+        self._by_matrix = device.type != "cpu"  # saves memory for some time, of which a GPU has enough
         self._others = tuple(dict.fromkeys(tiers.elsewhere.values()))  # devices
         self._scratch = {where: self._scratch_on(where) for where in (device, *self._others)}
         self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}  # see `_on`
@@ -93,7 +93,7 @@ class StreamedModel:
                 bind_resident(skeleton, slots, where)
         move_buffers(skeleton.model, device)
         if self._host_embeddings is not None:
-            move_buffers(self._host_embeddings, CPU)  # such as what Gemma's are multiplied by
+            move_buffers(self._host_embeddings, CPU)  # such as the factor of Gemma's embeddings
         for index, where in tiers.elsewhere.items():
             move_buffers(skeleton.layers[index], where)
         if tiers.experts is not None:
@@ -102,7 +102,7 @@ class StreamedModel:
             layer.forward = self._streamed(index, layer.forward)
 
     def _scratch_on(self, device: torch.device) -> ReusedMemory:
-        """Room for what is written out of a layer, as the largest of those that are computed there wants it."""
+        """Scratch memory for the largest layer that is computed there."""
         own = (layer for i, layer in enumerate(self.tiers.layers) if self.tiers.elsewhere.get(i, self.device) == device)
         most = max((layer.scratch_bytes(self.skeleton.dtype, self._by_matrix) for layer in own), default=0)
         return ReusedMemory(torch.empty(most, dtype=torch.uint8, device=device))
@@ -125,7 +125,7 @@ class StreamedModel:
                 logits = self._logits(batch)
             except BaseException:
                 self.tiers.restart()
-                with suppress(StreamError):  # the first error says more, but the process ends all the same
+                with suppress(StreamError):  # the first error is more informative, but the process ends in either case
                     self.tiers.require_unchanged()
                 raise
             self.tiers.require_unchanged()
@@ -148,7 +148,7 @@ class StreamedModel:
         try:
             logits = self._first_layers(slot, 1, min(WARM_LAYERS, num_layers))
             require_numbers(logits[0].cpu().double().numpy(), 0)
-            if self.tiers.experts is not None:  # padding rows would choose experts too, and loading these may take long
+            if self.tiers.experts is not None:  # padding rows would choose experts too, and loading them may take long
                 return SweepTimes(1, most_rows, volume=self._expert_volume())
             self.tiers.restart()
             with self.tiers.layer(0) as self._held:
@@ -255,7 +255,7 @@ class StreamedModel:
                 return tuple(map(send, value))
             if not isinstance(value, torch.Tensor) or value.device == device:
                 return value
-            kept = self._moved.get((id(value), device))  # keeps the original alive, so that its id stays unique
+            kept = self._moved.get((id(value), device))  # keeps the original alive: its id must stay unique
             if kept is None:
                 kept = self._moved[id(value), device] = (value, value.to(device, non_blocking=True))
             return kept[1]
@@ -264,8 +264,8 @@ class StreamedModel:
 
     @contextmanager
     def _timed(self, slab: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Stand in for the arrival of layer 0, and time what is done with it on its device."""
-        await_all(self.device)  # rows may have to cross from there
+        """Replace the arrival of layer 0, and time the computation with it on its device."""
+        await_all(self.device)  # rows may have to be copied from there
         await_all(slab.device)
         began = time.perf_counter()
         yield slab
@@ -325,7 +325,7 @@ def compute_curve(
     """Predict the seconds of computing in a sweep: the head, plus `num_layers` times one layer.
 
     `one_layer` passes a number of tokens, at most `most_tokens`, through one layer with a sweep's own kernels and
-    threads. Layers are assumed to be alike, with weights that are not in a cache or are quick to read.
+    threads. All layers are assumed to be alike, with weights that are outside caches or quick to read.
     """
     began, seconds = clock(), dict[int, float]()
     least, most = counts.step, max(counts.step, min(counts.most, most_tokens) // counts.step * counts.step)

@@ -22,7 +22,7 @@ NONE: IntArray = np.zeros(0, np.int32)
 
 
 class Rejected(NamedTuple):
-    """State at a node after some of its children were rejected."""
+    """The state at a node after some of its children were rejected."""
 
     presence: float  # probability that the node is reached in this state
     probs: Row  # (num_entries,) of the next token, for tokens that the draft may have drawn
@@ -51,7 +51,7 @@ class Traversal:
                 left = self._reject_all(node, target_probs(node))[1].presence
             elif children:
                 self._presence[children] = 0.0
-            self._accepted[node] = left  # of the node itself, without what is below it
+            self._accepted[node] = left  # of the node itself, without its descendants
         for node in reversed(nodes):
             for child in reversed(self._children[node]):
                 self._accepted[node] = 1.0 - (1.0 - self._accepted[node]) * (1.0 - self._accepted[child])

@@ -39,7 +39,7 @@ NO_NUMBER = -1  # in place of a token, where a row's largest logit is not finite
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     """Argmax of each row, (num_rows,) int64 on the host; NO_NUMBER where the largest logit is not finite.
 
-    The result is a few kilobytes where logits are hundreds of megabytes. This is the one wait for a device's sweep.
+    The result takes a few kilobytes, the logits hundreds of megabytes. This is the only wait for a device's sweep.
     """
     largest, tokens = logits.max(-1)
     return torch.where(largest.isfinite(), tokens, NO_NUMBER).cpu()
@@ -125,7 +125,7 @@ def compute_verdict(
 
 
 def _of_given(call: VerifyCall, logits_after: Callable[[Sequence[int]], Row]) -> Verdict:
-    """The verdict on a chain of given tokens: their log-probabilities, and as the bonus token the likeliest."""
+    """The verdict on a chain of given tokens: their log-probabilities, and the likeliest token as the bonus."""
     tokens, num_top = call.tree.tokens.tolist(), call.sampling.logprobs or 0
     rows = (logits_after(range(node)) for node in range(1, len(tokens) + 1))
     logprobs: list[PositionLogprobs] = []
@@ -137,7 +137,7 @@ def _of_given(call: VerifyCall, logits_after: Callable[[Sequence[int]], Row]) ->
 
 
 def first_end_of(call: VerifyCall) -> int:
-    """Position from which a token may end the text."""
+    """The position from which a token may end the text."""
     return call.context.prompt_length + call.sampling.min_tokens
 
 
@@ -150,7 +150,7 @@ def adjusted_after(
     """
     tree, params, prompt_length = call.tree, call.sampling, call.context.prompt_length
     counts = TokenCounts.of(held if params.has_penalties else (), prompt_length)
-    num_prompt = max(0, prompt_length - len(held))  # of a path: its root may be the prompt's last token
+    num_prompt = max(0, prompt_length - len(held))  # the path's root may be the prompt's last token
     if allowed is not None:
         likely = _likely_tokens(tree)
         paths = [likely[num_prompt:end] for end in range(1, len(likely) + 1)]

@@ -162,7 +162,7 @@ def test_a_crossing_is_from_any_device_to_another(tiers: str, others: tuple[int,
 def test_more_than_another_card_has_free_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("target_worker.worker.free_device_bytes", lambda _: 9 * GB)
     settings = parse(TargetConfig, "t", ["--model", "m", "--device-memory", "8GB"], {})
-    wanted = r"^--resident-devices: cuda:1 must be at most 9.00 GB, which are free there, got 10.00 GB$"
+    wanted = r"^--resident-devices: cuda:1 must be at most the 9.00 GB that are free there, got 10.00 GB$"
     with pytest.raises(ConfigError, match=wanted):
         choose_places([GB] * 4, Fixed(0, 0, 0, 0), settings, torch.device("cuda", 0), others=[other(10 * GB)])
 

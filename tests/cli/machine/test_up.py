@@ -216,7 +216,7 @@ async def test_the_longest_session_is_said_with_what_limits_it_and_a_limit_that_
     info = WorkerInfo("target", "w", "m", "d", "f", "t", 262, 5632, 512, 1, context_limit="--kv-memory of the target")
     lines = await target_lines(cast(Client, Informed(info)), "m")
     assert lines[:1] == ["context: 5632 tokens of prompt and answer, limited by --kv-memory of the target"]
-    note = "--max-context: 9000 is more than the model's own limit, 5632, which holds"
+    note = "--max-context: 9000 is more than the model's own limit, 5632, which applies"
     info = replace(info, context_limit="", notes=("another", note))
     lines = await target_lines(cast(Client, Informed(info)), "m")
     assert lines[:2] == ["context: 5632 tokens of prompt and answer", f"warning: {note}"]

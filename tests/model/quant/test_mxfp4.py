@@ -142,7 +142,7 @@ async def test_a_target_and_a_draft_of_it_say_what_plain_decoding_and_transforme
     draft = published(tmp_path, seed=6)[0]
     options = GenerateOptions(max_tokens=len(said), temperature=0.0, ignore_eos=True)
     async with stack(tmp_path, model=both[0], draft_model=draft) as running:
-        assert any("experts come when rows choose them" in note for note in running.target.info().notes)
+        assert any("experts are loaded when rows choose them" in note for note in running.target.info().notes)
         async with Client(running.addresses["orchestrator"]) as client:
             for disabled in (False, True):
                 how = replace(options, speculation=Speculation(disabled=disabled))

@@ -255,7 +255,7 @@ def test_a_target_with_little_memory_says_and_does_the_same(tmp_path: Path) -> N
     folder, answers = save_model(tmp_path / "model", FAMILIES["mixtral"]), []
     for flags in ("--experts all --resident-layers 0", "--resident-layers 0", "--device-memory 2.9MB"):
         with closing(start(folder, flags)) as worker:
-            is_apart = any("experts come when rows choose them" in note for note in worker.info().notes)
+            is_apart = any("experts are loaded when rows choose them" in note for note in worker.info().notes)
             assert is_apart == ("--experts all" not in flags)
             answers.append([answer(worker, tokens) for tokens in ([5], [7, 8, 9], list(range(40)))])
     assert answers[0] == answers[1] == answers[2]

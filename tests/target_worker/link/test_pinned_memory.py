@@ -119,7 +119,7 @@ def test_memory_is_asked_for_near_the_gpu(
     with caplog.at_level(logging.INFO):
         PinnedMemory(GPU).take(MEGABYTE)
     assert asked == [(MEGABYTE, 1)]
-    assert "cuda:0 comes from any NUMA node: the system refuses to have it of node 1" in caplog.text
+    assert "cuda:0 comes from any NUMA node: the system refuses to bind it to node 1" in caplog.text
 
 
 @pytest.mark.parametrize("text", [None, "-1\n", "none"])
