@@ -1,4 +1,4 @@
-"""What all draft workers share, real or simulated: the thread that grows, and the gRPC service."""
+"""The common part of real and simulated draft workers: the thread that grows trees, and the gRPC service."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class DraftCollector(Collector):
             "vllm:num_requests_waiting": ("Calls that wait for room", num_waiting),
             "vllm:kv_cache_usage_perc": ("Share of KV memory of sessions whose trees are growing", usage),
             "bough_kv_bytes": ("Memory for keys and values", pool.num_bytes),
-            "bough_draft_sessions": ("Sessions whose keys and values are kept", len(pool)),
+            "bough_draft_sessions": ("Sessions with cached keys and values", len(pool)),
         }
         counters = {
             "bough_draft_trees": ("Trees grown", engine.num_trees),
             "bough_draft_nodes": ("Nodes of these trees, roots included", engine.num_nodes),
-            "bough_draft_warm_trees": ("Trees that draft-ahead had begun", engine.num_warm_trees),
-            "bough_draft_steps": ("Passes over the draft model, those ahead included", engine.num_passes),
-            "bough_draft_step_seconds": ("Time that passes for trees took", engine.step_seconds),
+            "bough_draft_warm_trees": ("Trees that reused expansions of draft-ahead", engine.num_warm_trees),
+            "bough_draft_steps": ("Passes over the draft model, including draft-ahead", engine.num_passes),
+            "bough_draft_step_seconds": ("Time of the passes for trees", engine.step_seconds),
         }
         for name, (text, value) in gauges.items():
             yield gauge(name, text, self._model, value)
@@ -82,7 +82,7 @@ class ServedDraft(ServedWorker[DraftConfig]):
         self._metrics.registry.register(DraftCollector(self._name, self._engine, lambda: len(self._unanswered)))
         self._serve_metrics()
         self._inbox.put(prepare)
-        self._thread = Thread(target=self._work, name="draft", daemon=True)  # so that a failing process can end
+        self._thread = Thread(target=self._work, name="draft", daemon=True)  # a failing process must be able to end
         self._thread.start()
 
     @property

@@ -1,4 +1,4 @@
-"""A draft without weights: the real engine, sessions and growers over steps that only take their time."""
+"""A draft without weights: the real engine, sessions and growers, with steps that only sleep."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROW_BYTES = 32 * 1024  # KV bytes of a token, as of a 1B model; reported, but ne
 
 
 class Stated(NamedTuple):
-    """The answer that a law gives about some nodes."""
+    """The law's answer about some nodes."""
 
     law: Law
     paths: NDArray[np.int32]  # (num_nodes, width) tokens from the root to each node
@@ -58,7 +58,7 @@ class Stated(NamedTuple):
 
 
 class SimulatedDraft:
-    """Takes a profile's time for a step of all sessions, and answers by its law."""
+    """Sleeps for a profile's time in each step of all sessions, and answers by the profile's law."""
 
     def __init__(self, pair: SimulatedPair, clock: SimulatedClock, grammars: Grammars) -> None:
         self._pair, self._clock, self._grammars = pair, clock, grammars
@@ -78,10 +78,10 @@ class SimulatedDraft:
 
     def _answer(self, part: Stepping) -> Stated:
         session, wanted, law = part.session, part.wanted, self._pair.law
-        if wanted is None or not len(wanted.depths):  # nothing is asked before the context is complete
+        if wanted is None or not len(wanted.depths):  # no candidates are requested before the context is complete
             nothing = np.zeros((0, 1), np.int32)
             return Stated(law, nothing, nothing.astype(np.bool_), nothing[:, 0])
-        assert session.guessing is not None, "a call asks for something"
+        assert session.guessing is not None, "a call has requested candidates"
         params, prompt_length = session.guessing.params, session.guessing.prompt_length
         paths, is_used = session.explored.path_tokens(wanted), session.path_positions(wanted) >= 0
         root, text = int(paths[0, 0]), self._texts.get(session)
@@ -115,7 +115,7 @@ class SimulatedDraftWorker(ServedDraft):
 
     @property
     def max_nodes(self) -> int:
-        """The target's limit, or the setting if that is lower."""
+        """The lower of the target's limit and the setting."""
         return at_most(self._config, "max_nodes", self._pair.profile.target.max_nodes)
 
     def info(self) -> WorkerInfo:

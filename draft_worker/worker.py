@@ -79,7 +79,7 @@ class DraftWorker(ServedDraft):
 
     @property
     def max_nodes(self) -> int:
-        """Limit of nodes of a tree: where sessions have states, no more than they keep rows of."""
+        """Limit of nodes of a tree; for sessions with states, at most the nodes for which they keep rows."""
         most = self._config.max_nodes
         return min(most, GROWN_ROWS) if self._model.skeleton.kv_shape().states else most
 
@@ -89,12 +89,12 @@ class DraftWorker(ServedDraft):
         notes = (
             *([f"substitute draft: layers {', '.join(map(str, dropped))} left out"] if dropped else []),
             *(
-                [f"sees at most the last {self._max_context} tokens of a session: --kv-memory holds no more"]
+                [f"sees at most the last {self._max_context} tokens of a session, limited by --kv-memory"]
                 if self._max_context < min(self._config.max_context or positions, positions)
                 else []
             ),
             *(
-                [f"draft-ahead: {self._engine.num_warm_trees} of {self._engine.num_trees} trees were known in part"]
+                [f"draft-ahead: {self._engine.num_warm_trees} of {self._engine.num_trees} trees reused its expansions"]
                 if self._ahead_steps
                 else []
             ),
@@ -113,7 +113,7 @@ class DraftWorker(ServedDraft):
         )
 
     def _divided(self) -> tuple[Window, int, int]:
-        """The window of sessions, the rows that they share, and the number of sessions whose states fit beside these.
+        """The window of sessions, the rows that they share, and the number of sessions whose states also fit.
 
         Raises ConfigError if --kv-memory holds no session.
         """
@@ -127,7 +127,7 @@ class DraftWorker(ServedDraft):
             window.max_rows * shape.row_bytes + shape.growing_bytes,
             free_device_bytes(self._model.device) - step_bytes,
             (least + most) * shape.row_bytes + shape.growing_bytes,
-        )  # by the memory that the model and its steps leave free
+        )  # limited by the memory that the model and its steps leave free
         if not config.max_context:
             context = context_within(kv_memory, shape.row_bytes, shape.growing_bytes, most, window.max_context)
             window = window._replace(max_context=context)
@@ -146,7 +146,7 @@ class DraftWorker(ServedDraft):
         window, num_rows, num_slots = self._divided()
         self._max_context, self._max_sessions = window.max_context, num_rows // window.max_rows
         device, num_bytes = self._model.device, num_rows * shape.row_bytes
-        is_cpu = device.type == "cpu"  # where attention looks up a page for every few keys
+        is_cpu = device.type == "cpu"  # for attention that looks up a page for every few keys
         memory = shape.within(large_pages(num_bytes), num_rows) if is_cpu else shape.empty(num_rows, device)
         stage("warming up")
         with named_faults(device):

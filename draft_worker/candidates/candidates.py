@@ -18,7 +18,7 @@ from draft_worker.growth.grower import Candidates
 NUM_CANDIDATES = 64  # tokens kept of those considered
 LEAST_POWER, MOST_POWER = 0.25, 4.0
 PRIOR_INFORMATION = 16.0  # Fisher information of the prior that the power is 1, worth about as many uncertain tokens
-HALF_LIFE_TOKENS = 4096.0  # after so many tokens, earlier observations weigh half as much
+HALF_LIFE_TOKENS = 4096.0  # tokens after which earlier observations weigh half as much
 LEAST_CHANCE = 1e-6  # least probability that none of the candidates is right
 MAX_KINDS = 64  # limit of kinds of guesses that are remembered
 
@@ -29,9 +29,9 @@ class Guessing:
 
     params: SamplingParams
     prompt_length: int
-    is_sample: bool  # candidates are a distribution to sample from, not the likeliest to be accepted
+    is_sample: bool  # candidates are a distribution to sample from, instead of the likeliest to be accepted
     is_perturbed: bool  # by the noise with which the target will sample
-    vocab_size: int = 0  # of the target: it cannot draw further tokens; 0 if it has all tokens of the draft
+    vocab_size: int = 0  # the target's: it cannot draw further tokens; 0 if it has all tokens of the draft
 
     @classmethod
     def of(cls, call: GrowCall) -> Guessing:
@@ -108,9 +108,9 @@ class TemperatureScaling:
     The target takes the largest of its logits, or of its logits plus noise that the draft knows. The draft's logits
     differ from the target's. If the differences were Gumbel noise, a token's chance to be the target's would be the
     softmax of the draft's logits over the scale of that noise: a close draft may be more certain than its own
-    probabilities. Where the target's noise is unknown a draft may also be too certain. Either is corrected by one
-    number, an exponent of probabilities, learnt from the tokens that followed. The ranking of a node's children does
-    not depend on it; which nodes are worth adding does.
+    probabilities. If the target's noise is unknown, a draft may also be too certain. One number corrects both, an
+    exponent of probabilities, learnt from the tokens that followed. It does not affect the ranking of a node's
+    children, but the choice of the nodes to add.
     """
 
     def __init__(self, power: float = 1.0, is_learnt: bool = True) -> None:
@@ -155,7 +155,7 @@ class TemperatureScalings:
         return found
 
     def notes(self) -> list[str]:
-        """What has been learnt, for people."""
+        """A readable summary of the learnt exponents."""
         return [
             f"guesses at temperature {temperature:g}{'' if temperature == 0 else f', {noise}'} are judged by the "
             f"draft's probabilities to the power of {scaling.power:.2f}, learnt from {scaling.num_tokens} tokens"

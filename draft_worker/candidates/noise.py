@@ -1,7 +1,7 @@
 """The target's noise for single tokens: selected random numbers of `sampler.gumbel_noise`.
 
-Philox is counter-based: number n of a position is a function of the key and n alone, so nothing need be stored. Noise
-for a whole vocabulary would take half a megabyte for each level of each session's tree.
+Philox is counter-based: number n of a position is a function of the key and n alone, so nothing is stored. Noise for
+a whole vocabulary would take half a megabyte for each level of each session's tree.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Draft-ahead: while the target verifies a tree, run the draft on nodes that the session's next call will likely need.
 
 An outcome of verification is a path of the tree and a bonus token that is not in the tree. The trees of the likeliest
-outcomes are grown beforehand, exactly as they will be; only the expansion cache remains of this. The next call grows
-its tree as always, without running the model for cached expansions: the tree is the same.
+outcomes are grown in advance, and only their expansions are cached. The next call grows its tree as usual, without
+running the model for cached expansions: the tree is the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def num_steps(setting: int, device_type: str) -> int:
 
 
 class DraftAhead:
-    """Expands nodes below and beside a tree that was sent, the likeliest first."""
+    """Expands nodes below a sent tree and next to its nodes, the likeliest first."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class DraftAhead:
     def _options(self) -> list[tuple[float, list[ChildKey]]]:
         """Sets of places to expand, each with the logarithm of its probability of use per row of a step.
 
-        Expanding a leaf of the tree gives outcomes below it; what an outcome's tree lacks is a step that is saved
+        Expanding a leaf of the tree gives outcomes below it. Expanding a missing node of an outcome's tree saves a step
         later.
         """
         expansions = self.session.explored.find_tree(self._tree.parents, self._tree.tokens)
@@ -108,7 +108,7 @@ class DraftAhead:
 
     @staticmethod
     def _choose(options: list[tuple[float, list[ChildKey]]]) -> list[ChildKey]:
-        """The most valuable sets that fit one step; part of an outcome's step would be worth nothing."""
+        """The most valuable sets that fit one step; a part of an outcome's step would save nothing."""
         chosen: dict[ChildKey, None] = {}
         for _, places in sorted(options, key=lambda option: -option[0]):
             new = dict.fromkeys(place for place in places if place not in chosen)

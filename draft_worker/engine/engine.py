@@ -81,7 +81,7 @@ class DraftEngine:
         self._draft, self._vocab_size, self._max_children = draft, vocab_size, max_children
         self.pool, self._ahead_steps, self.scalings = pool, ahead_steps, scalings
         self._running: dict[ScopedId, _Running] = {}
-        self._waiting: deque[PendingGrow] = deque()  # while all room belongs to sessions whose trees grow
+        self._waiting: deque[PendingGrow] = deque()  # waiting while sessions with growing trees have all room
         self._ahead: OrderedDict[ScopedId, DraftAhead] = OrderedDict()
         self._times = SweepTimes(1, MAX_STEP_ROWS)
         self.cost: CostCurve | None = None  # seconds of a draft step by rows; readable by any thread
@@ -89,7 +89,7 @@ class DraftEngine:
         self.num_nodes = 0  # of these trees, roots included
         self.step_seconds = 0.0  # of successful steps for trees
         self.num_passes = 0  # draft steps that have ended, including failed ones and draft-ahead
-        self.num_warm_trees = 0  # trees of which some nodes were known from draft-ahead
+        self.num_warm_trees = 0  # trees that reused expansions of draft-ahead
 
     @property
     def kv_used_bytes(self) -> int:
@@ -110,7 +110,7 @@ class DraftEngine:
         return bool(self._ahead)
 
     def start(self, request: PendingGrow) -> None:
-        """Admit a call. An earlier call of the session that is still growing fails: its answer is out of date."""
+        """Admit a call. An earlier call of the session that is still growing fails, as its answer is out of date."""
         session_id = request.call.context.session_id
         again = f"session_id: {session_id.name!r} was called again before its tree was grown"
         self._end(session_id, Unavailable(again))
@@ -156,7 +156,7 @@ class DraftEngine:
             self._end(session_id, Unavailable("the draft worker is being shut down"))
 
     def step(self) -> None:
-        """Run one draft step for all growing trees that are still wanted; if there are none, one of draft-ahead."""
+        """Run one draft step for all growing trees that are still wanted; without any, a draft-ahead step."""
         for session_id, running in list(self._running.items()):
             if running.request.future.cancelled():
                 del self._running[session_id]
@@ -241,7 +241,11 @@ class DraftEngine:
                 ahead.learn(answer)
                 self._ahead[session_id] = ahead
         except Exception:
-            logger.warning("session %s: draft-ahead failed; its next tree starts cold", session_id, exc_info=True)
+            logger.warning(
+                "session %s: draft-ahead failed; its next tree starts without cached expansions",
+                session_id,
+                exc_info=True,
+            )
 
     def _end(self, session_id: ScopedId, exc: Exception) -> bool:
         """End the session's calls with an error; returns whether there were any."""
@@ -255,16 +259,16 @@ class DraftEngine:
 
 
 def frontier_rows(jobs: Sequence[GrowJob]) -> int:
-    """Rows of a step that expand nodes; 0 if the step also reads context, so that its time is no step's."""
+    """Rows of a step that expand nodes; 0 if the step also reads context, as its time then says nothing about steps."""
     if any(job.num_context for job in jobs):
         return 0
     return sum(len(job.wanted.tokens) for job in jobs if job.wanted is not None)
 
 
 def _fitted(call: GrowCall, most: int) -> GrowCall:
-    """Limit the levels of a best-first tree, so that the session has rows for the nodes that it may expand, `most`.
+    """Limit the levels of a best-first tree: the session has rows for at most `most` expanded nodes.
 
-    Raises InvalidRequest for a shape that needs more rows; it is not cut, as a caller chose its size.
+    Raises InvalidRequest for a shape that needs more rows; a shape is not cut, as a caller chose its size.
     """
     growth = call.plan.growth
     if growth.max_expansions <= most:

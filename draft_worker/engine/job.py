@@ -1,4 +1,4 @@
-"""One call's growing tree: what it asks of the next draft step, and what it does with the answer."""
+"""One call's growing tree: its part of the next draft step, and its use of the answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draft_worker.growth.static_shape import grower_for
 
 
 class Stepping(Protocol):
-    """Something that takes part in draft steps."""
+    """A participant in draft steps."""
 
     session: DraftSession
     wanted: PendingExpansions | None  # nodes that the step expands, in the order of `segments`
@@ -78,7 +78,7 @@ class GrowJob:
         return self._walk.num_warm
 
     def advance(self) -> bool:
-        """Grow from the expansion cache; True if the model is needed and there is time left."""
+        """Grow from the expansion cache; True if the model is needed and the time limit allows a step."""
         return self._walk.advance() and time.perf_counter_ns() < self._deadline_ns
 
     def segments(self) -> list[Segment]:
@@ -90,7 +90,9 @@ class GrowJob:
             self.wanted = None
             return context
         parents, tokens = self._walk.missing()
-        if not self.session.has_rows(len(tokens)):  # beside expansions that this tree has no use for: it begins anew
+        if not self.session.has_rows(
+            len(tokens)
+        ):  # no room next to expansions that this tree does not need: start over
             self.session.forget_expansions()
             self._begin(self._new_grower())
             self._walk.advance()

@@ -18,7 +18,7 @@ from draft_worker.candidates.candidates import Guessing, StepAnswer, Temperature
 from draft_worker.expansions.expansion_cache import ExpansionCache, PendingExpansions
 from draft_worker.growth.grower import GrowingTree
 
-CONTEXT_CHUNK = 512  # limit of context tokens in one draft step, as other sessions' trees grow in the same step
+CONTEXT_CHUNK = 512  # limit of context tokens in one draft step, which other sessions' trees share
 
 
 class Window(NamedTuple):
@@ -42,7 +42,7 @@ class Window(NamedTuple):
         return min(num_tokens, self.max_context) + min(num_expansions, self.max_expansions)
 
     def kept(self, depth: int) -> int:
-        """Number of tokens to keep of a session that exceeds the window: half, so that this happens rarely."""
+        """Number of tokens to keep of a session that exceeds the window: half, to make this rare."""
         return max(0, min(self.max_context // 2, self.max_positions - depth - 1))
 
 
@@ -69,12 +69,12 @@ class DraftSession:
     def stand_on(self, call: GrowCall, guessing: Guessing, scaling: TemperatureScaling) -> None:
         """Adopt the call's context, and keep expansions that are still below it.
 
-        First `scaling`, the exponent for such guesses, learns from what followed the last tree. Raises PrefixMissing
+        First `scaling`, the exponent for such guesses, learns from the tokens after the last tree. Raises PrefixMissing
         if the session here holds less than the caller assumes, or something else.
         """
         context = call.context
         require_prefix(self.tokens, context.context_start, context.prefix_hash)
-        self.slot.roll_back(self.slot.length)  # or to less, if a step that failed midway has left less of use
+        self.slot.roll_back(self.slot.length)  # or less, after a step that failed midway
         tokens = [*self.tokens[: context.context_start], *context.tokens]
         is_same = tokens[: len(self.tokens)] == self.tokens
         stands = is_same and self.num_pending == 0  # whether cached expansions are still below the text
@@ -92,7 +92,7 @@ class DraftSession:
             self.start = len(tokens) - min(len(tokens), self._window.kept(growth.depth))
             self.slot.roll_back(0)
             stands = False
-        # Not num_pending: if the text got shorter, or the window keeps nothing, no token needs to be run again.
+        # Not num_pending: if the text became shorter, or the window is empty, no token needs to be run again.
         if not stands or guessing != self.guessing:
             self.forget_expansions()
         self.explored.power, self._scaling = scaling.power, scaling
@@ -120,9 +120,9 @@ class DraftSession:
         return len(self.tokens) - self.start - self.slot.length
 
     def mend(self) -> None:
-        """Drop what a step that failed midway has left of no use; the model is then run on these tokens again.
+        """Drop partial results of a step that failed midway; the model is then run on these tokens again.
 
-        Raises Unavailable if the growing tree is below them; the session's next one begins anew.
+        Raises Unavailable if the growing tree is below them; the session's next tree starts over.
         """
         if self.slot.usable(self.slot.length) < self.slot.length:
             self.slot.roll_back(self.slot.length)
@@ -147,7 +147,7 @@ class DraftSession:
 
     def learn(self, wanted: PendingExpansions, answer: StepAnswer) -> None:
         """Store the draft's answer about these nodes."""
-        assert self.guessing is not None, "a call asks for something"
+        assert self.guessing is not None, "a call has requested candidates"
         positions = len(self.tokens) + 1 + wanted.depths
         self.explored.learn(wanted, answer.candidates(self.guessing, positions))
 
@@ -159,7 +159,7 @@ class DraftSession:
         if self.grown is None or self.grown.tokens[0] != tokens[0] or len(tokens) == 1:
             return
         expansions = self.grown.expansions[[0, *self.grown.tree().along(tokens[1:-1])]]
-        expansions = expansions[expansions >= 0]  # below a node that was not expanded there is none
+        expansions = expansions[expansions >= 0]  # a node that was not expanded has no candidates
         right = np.array(tokens[1 : 1 + len(expansions)], np.int32)
         self._scaling.observe(self.explored.raw_candidates(expansions), right)
 

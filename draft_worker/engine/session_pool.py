@@ -20,10 +20,10 @@ class SessionPool:
     """Gives each session as many rows as its calls need. Used by the engine's thread only."""
 
     def __init__(self, arena: Arena, window: Window, ahead_rows: int = 0, state_bytes: int = 0) -> None:
-        """The arena must keep all rows of a slot that moves, and have at least `window.max_rows` rows.
+        """The arena must keep all rows of a slot that it moves, and have at least `window.max_rows` rows.
 
-        A slot gets up to `ahead_rows` more for draft-ahead, but at most a quarter of the free rows, so that new
-        sessions need not evict it. `state_bytes` are a session's beside its rows.
+        A slot gets up to `ahead_rows` more for draft-ahead, but at most a quarter of the free rows: new sessions should
+        not have to evict it. `state_bytes` is the size of a session's states, in addition to its rows.
         """
         self._arena, self.window, self._ahead_rows, self._state_bytes = arena, window, ahead_rows, state_bytes
         self._sessions: OrderedDict[ScopedId, DraftSession] = OrderedDict()  # least recently used first
@@ -77,9 +77,9 @@ class SessionPool:
         return session.epoch if session is not None else 0
 
     def copy_prefix(self, session: DraftSession) -> None:
-        """Copy whole blocks of KV that another session has of text which this one has yet to run.
+        """Copy whole blocks of another session's KV for text that this one has not run yet.
 
-        States are left to be copied where the texts part, and for the session itself at the end of a long text.
+        States are saved for later copies where the texts diverge, and for the session itself at the end of a long text.
         """
         if session.num_pending < (BLOCK_TOKENS if self._arena.most_slots else 1):
             return
@@ -93,7 +93,7 @@ class SessionPool:
         session.slot.snapshot_at({whole_blocks(len(text)), match.length if match is not None else 0})
 
     def _source(self, session: DraftSession, longest: DraftSession, text: list[int]) -> tuple[Slot, int]:
-        """The slot of which most of a session's text can be copied, and how much: where states are, not the longest."""
+        """The slot from which most of a session's text can be copied, and how much; at most to a saved state."""
         others = [other for other in self._sessions.values() if other.cache_salt == session.cache_salt]
         slots = [other.slot for other in others] if self._arena.most_slots else [longest.slot]
         lengths = [slot.usable(whole_blocks(common_length(text, slot.tokens))) for slot in slots]  # as they are by now
@@ -101,7 +101,7 @@ class SessionPool:
         return slots[best], lengths[best]
 
     def note(self, session: DraftSession) -> None:
-        """Index what the session holds, so that others can copy it."""
+        """Index the session's cached tokens for other sessions to copy."""
         self._index.forget(session)
         self._index.follow(session, [*session.slot.tokens], session.cache_salt)
 
@@ -114,7 +114,7 @@ class SessionPool:
         self._arena.give_back(session.slot)
 
     def check_now_and_then(self) -> None:
-        """Assert the invariants between calls, after as few calls as slots are few."""
+        """Check invariants after every N calls, where N grows with the number of slots."""
         if self._arena.is_check_due():
             self.check_integrity()
 
@@ -129,7 +129,7 @@ class SessionPool:
     def _make_room(self, num_rows: int, keep: DraftSession | None, busy: Container[ScopedId]) -> bool:
         """Evict idle sessions until `num_rows` rows are free; evicts none if that is not enough.
 
-        Without a session to `keep`, there must be memory for another one's states too.
+        Without a session to `keep`, there must also be memory for another session's states.
         """
         free, evicted = self._arena.num_free, []
         has_place = keep is not None or not 0 < self._arena.most_slots <= len(self)

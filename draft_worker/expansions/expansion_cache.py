@@ -79,7 +79,7 @@ class ExpansionCache:
         return PendingExpansions(self._tokens[new], self._parents[new], self._depths[new], self._paths[new, :levels])
 
     def _make_room(self, num: int, num_levels: int) -> None:
-        """Grow the arrays to this capacity, at least doubling them."""
+        """Grow the arrays to at least this capacity, and at least to double their size."""
         room, levels = (
             have if have >= want else max(want, 2 * have)
             for have, want in zip(self._paths.shape, (num, num_levels), strict=True)
@@ -95,7 +95,7 @@ class ExpansionCache:
     def segment(self, slot: Slot, wanted: PendingExpansions) -> Segment:
         """The rows of a model pass over these nodes, whose parents are in the slot already."""
         rows = self.base + len(self) + np.arange(len(wanted.tokens), dtype=np.int32)
-        assert rows[-1] < slot.num_rows, "kernels write wherever they are told to"
+        assert rows[-1] < slot.num_rows, "kernels do not check their row numbers"
         return Segment(slot, wanted.tokens, self.base + wanted.depths, rows, self.base, self.base + wanted.paths, True)
 
     def path_tokens(self, wanted: PendingExpansions) -> NDArray[np.int32]:
@@ -124,7 +124,7 @@ class ExpansionCache:
         return Candidates(raw.tokens, scaled(raw.log_probs, self.power))
 
     def below(self, expansion: int, base: int) -> tuple[ExpansionCache, NDArray[np.int32]]:
-        """The cache below an expansion that becomes the root in slot row `base`, and the expansions that it keeps."""
+        """The cache below an expansion, which becomes the root in slot row `base`, and its expansions' numbers here."""
         depth, paths = int(self.depths[expansion]), self._paths[: len(self)]
         kept = np.flatnonzero((self.depths >= depth) & (paths[:, depth] == expansion)).astype(np.int32)
         new_number = np.zeros(len(self), np.int32)

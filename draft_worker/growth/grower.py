@@ -1,4 +1,4 @@
-"""Growing a tree of guesses without a model: growers name the nodes to expand, and are given candidates."""
+"""Grows a tree of guesses without a model: growers name the nodes to expand, and receive candidates."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def _largest(scores: Scores, number: int) -> float:
 def _best_open(scores: Scores, is_open: NDArray[np.bool_], budget: int, width: int) -> tuple[Nodes, float]:
     """Open nodes to expand, ascending, and an upper bound of the expected tokens that this adds.
 
-    A node that is not better than the `budget`-th best cannot have children in the tree. The children of another are
-    together at most as probable as itself, and each replaces a node at least as probable as the last.
+    A node that is not better than the `budget`-th best cannot have children in the tree. The children of any other
+    node are together at most as probable as itself, and each replaces a node at least as probable as the last.
     """
     last = _largest(scores, budget)
     nodes = np.flatnonzero(is_open[: len(scores)] & (scores > last))

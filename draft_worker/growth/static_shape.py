@@ -1,6 +1,6 @@
 """Growing trees of a fixed shape: a level per draft step, filled with the best tokens or with samples.
 
-A sampled tree is never trimmed by its samples' values: verification would not be exact.
+A sampled tree is never trimmed by its samples' values, as verification would not be exact.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def weights_of(candidates: Candidates) -> NDArray[np.float32]:
 def log_probs_of(
     drawn: NDArray[np.int32], tokens: NDArray[np.int32], probs: NDArray[np.float64], num_others: int
 ) -> NDArray[np.float32]:
-    """Log-probabilities of drawn tokens; one with probability 0 was drawn uniformly from `num_others` tokens."""
+    """Log-probabilities of drawn tokens; a token with probability 0 was drawn uniformly from `num_others` tokens."""
     drawn_probs = ((drawn[:, :, None] == tokens[:, None, :]) * probs[:, None, :]).sum(2)
     return np.minimum(np.log(np.where(drawn_probs > 0, drawn_probs, 1 / num_others)), 0.0).astype(np.float32)
 

@@ -24,7 +24,7 @@ from draft_worker.model.model_draft import warm_up_choosing
 from draft_worker.model.sources import load_draft
 
 CPU = torch.device("cpu")
-NICENESS = 10  # answers do not wait for a draft: the target's kernels, and then its sweeps, go first
+NICENESS = 10  # lower priority: answers need the target's kernels and sweeps, but not a draft
 
 
 def compile_here(dtype: str, bits: str) -> None:
@@ -37,6 +37,6 @@ def compile_here(dtype: str, bits: str) -> None:
 
 if __name__ == "__main__":
     os.nice(NICENESS)
-    gc.freeze()  # imports stay to the end: looking for garbage among them takes a tenth of the time
+    gc.freeze()  # imported modules stay until the end: collecting garbage among them takes a tenth of the time
     disable_progress_bar()
     compile_here(sys.argv[1], sys.argv[2])

@@ -122,7 +122,7 @@ def constrain(
     """Set logits (num_nodes, vocab_size) of tokens that may not follow to minus infinity, in place.
 
     `paths` (num_nodes, width) lead from the root to each node; `is_output` marks the places that are tokens of the
-    output. Nodes that the grammar forbids themselves keep their logits: the target never gets there.
+    output. Logits at nodes that the grammar forbids are unchanged: the target never reaches them.
     """
     forbidden = np.zeros(logits.shape, np.bool_)
     outputs = [path[places].tolist() for path, places in zip(paths, is_output, strict=True)]
@@ -169,7 +169,7 @@ class ModelDraft:
         return [Largest(*own) for own in rows_of]
 
     def _readable(self, segment: Segment) -> Segment:
-        """Replace tokens that only the target has by token 0: guesses after them matter little."""
+        """Replace tokens that only the target has with token 0: guesses after them matter little."""
         is_known = segment.tokens < self._vocab_size
         return segment if is_known.all() else replace(segment, tokens=np.where(is_known, segment.tokens, 0))
 
@@ -190,13 +190,13 @@ class ModelDraft:
 
 @torch.inference_mode()
 def _exclude(logits: torch.Tensor, params: SamplingParams) -> None:
-    """Apply in place to logits (num_rows, vocab_size) what needs whole rows, as the target has them."""
+    """Apply in place to logits (num_rows, vocab_size) the adjustments that need whole rows, as the target does."""
     if params.top_n_sigma > 0.0 and not params.is_greedy:
         logits.copy_(torch.from_numpy(within_deviations(logits.cpu().numpy(), params)))
 
 
 def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
-    """Compile what a step needs besides the model: choose the largest of some logits, perturbed as by the target."""
+    """Compile the parts of a step outside the model: choose the largest of some logits, perturbed like the target's."""
     values, tokens = largest(torch.zeros(1, vocab_size, device=device), NUM_CONSIDERED)
     guessing = Guessing(SamplingParams(temperature=1.0), 0, is_sample=False, is_perturbed=True)
     guessing.candidates(values, tokens, np.zeros(1, np.int32))

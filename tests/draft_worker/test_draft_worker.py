@@ -115,6 +115,6 @@ def test_draft_ahead_is_reported_and_changes_no_tree(tiny: Path) -> None:
             node = int(np.argmax(result.tree.depths()))
             tokens = [*tokens, *(int(result.tree.tokens[step]) for step in result.tree.path(node)[1:]), 7]
         assert ahead.info().notes[0].startswith("draft-ahead: ")
-        assert ahead.info().notes[0].endswith(" of 6 trees were known in part")
+        assert ahead.info().notes[0].endswith(" of 6 trees reused its expansions")
         assert cold.info().notes[:-1] == ahead.info().notes[1:-1]  # the last is where metrics are served
         assert cold.info().notes[0].startswith("guesses at temperature 0 are judged by the draft's probabilities to ")

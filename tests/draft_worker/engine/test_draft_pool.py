@@ -117,7 +117,7 @@ def test_a_context_longer_than_its_memory_holds_is_seen_in_part(tiny: Path) -> N
     with worker(tiny, "--kv-memory", str((MAX_EXPANSIONS + 40) * row_bytes)) as draft:
         info = draft.info()
         assert (info.max_context, info.max_sessions) == (40, 1)
-        assert "sees at most the last 40 tokens of a session: --kv-memory holds no more" in info.notes
+        assert "sees at most the last 40 tokens of a session, limited by --kv-memory" in info.notes
         assert len(draft.grow(grow_call([3, 1, 4] * 30)).result(20).tree) > 1
 
 
