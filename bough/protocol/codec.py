@@ -43,7 +43,7 @@ def require_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
 
 
 def grow_call_to_wire(call: m.GrowCall) -> draft_pb2.GrowRequest:
-    """The message of a call; those of its plan are fields of its own."""
+    """The message of a call; its plan's fields are the message's own."""
     return draft_pb2.GrowRequest(**to_fields(call, "plan"), **to_fields(call.plan, "guess"))
 
 
@@ -89,7 +89,7 @@ def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, ma
 
 
 def verify_result_to_wire(result: m.VerifyResult) -> target_pb2.VerifyReply:
-    """The message of a result; those of the verdict are fields of its own."""
+    """The message of a result; the verdict's fields are the message's own."""
     return target_pb2.VerifyReply(**to_fields(result.verdict), **to_fields(result, "verdict"))
 
 

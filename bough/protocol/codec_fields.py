@@ -49,7 +49,7 @@ def scheme_from_wire(name: str, value: int) -> Scheme:
 
 
 class _Conversion(NamedTuple):
-    """How a value that is no message of fields is written to one, and read by the name of its field."""
+    """How a value of a special kind is written to a message, and read by the name of its field."""
 
     write: Callable[[Any], Any]
     read: Callable[[str, Any], Any]
@@ -74,11 +74,11 @@ _CONVERSIONS: Mapping[Any, _Conversion] = {
 class _Field(NamedTuple):
     name: str
     collect: Callable[[Any], Any] | None  # makes the value of a repeated field or a map
-    convert: _Conversion | None  # of the value, or of its parts, where these are messages or enums
+    convert: _Conversion | None  # of the value, or of its parts if they are messages or enums
 
 
 def to_fields(value: Any, *besides: str) -> dict[str, Any]:
-    """A message's fields from a dataclass or NamedTuple, but those named; None stays unset."""
+    """A message's fields from a dataclass or NamedTuple, except the named ones; None stays unset."""
     given = {}
     for field in _fields_of(type(value)):
         if field.name in besides or (mine := getattr(value, field.name)) is None:
@@ -91,9 +91,9 @@ def to_fields(value: Any, *besides: str) -> dict[str, Any]:
 
 
 def from_fields(message: Any, kind: type[Value], *besides: str, within: str = "") -> dict[str, Any]:
-    """Arguments for a dataclass or NamedTuple from a message, but those named; errors name fields after `within`.
+    """Arguments for a dataclass or NamedTuple from a message, except the named ones; `within` prefixes names in errors.
 
-    A field that the message tells to be unset is left to the default.
+    A field that is unset in the message gets its default.
 
     Raises:
         InvalidRequest: names the field that cannot be converted.
@@ -111,12 +111,12 @@ def from_fields(message: Any, kind: type[Value], *besides: str, within: str = ""
 
 
 def read(message: Any, kind: type[Value], within: str = "") -> Value:
-    """A value all of whose fields the message has. Raises as `from_fields`."""
+    """A value from a message that has all of its fields. Raises as `from_fields`."""
     return kind(**from_fields(message, kind, within=within))
 
 
 def _described(kind: type) -> tuple[_Field, ...]:
-    """The fields that are sent; fields that do not count in a comparison stay in their process."""
+    """The fields that are sent; fields with `compare=False` stay in their process."""
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind) if field.compare] if is_dataclass(kind) else hints
     return tuple(_field(name, hints[name]) for name in names)
@@ -135,7 +135,7 @@ def _field(name: str, hint: Any) -> _Field:
 
 
 def _described_with(kind: type, message: type) -> tuple[tuple[_Field, bool], ...]:
-    """Fields, and whether a message may leave each to its default."""
+    """Fields, and whether each may be unset in a message."""
     described = message.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]  # of every message
     parts = fields(kind) if is_dataclass(kind) else ()
     defaults = {part.name for part in parts if part.default is not MISSING or part.default_factory is not MISSING}
@@ -150,7 +150,7 @@ _readable: Callable[[Any, Any], tuple[tuple[_Field, bool], ...]] = cache(_descri
 
 
 def like(kind: type[Value], source: object, **own: Any) -> Value:
-    """A dataclass with these fields of its `own`, and all others as `source` has them under the same names.
+    """A dataclass with the fields in `own`, and all others copied from the fields of the same names in `source`.
 
     A field that means something else in `source` must be among its `own`.
     """

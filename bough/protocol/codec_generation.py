@@ -22,7 +22,7 @@ EVENTS: dict[str, type[g.Event]] = {  # by the names of their fields
     "finished": g.Finished,
 }
 _MOST = {name: int(parameter.most) for name, parameter in PARAMETERS.items() if parameter.kind is int}  # of numbers
-# prompt_logprobs come last: over HTTP they are `logprobs` of a prompt, which is the field to name where both are wrong.
+# prompt_logprobs come last: they are `logprobs` over HTTP, so if both are wrong, errors must name the other field.
 _MOST |= {"max_tokens": MAX_UINT32, "prompt_logprobs": MAX_LOGPROBS}
 
 
@@ -96,7 +96,7 @@ def models_to_wire(models: Sequence[g.ModelInfo]) -> pb.ModelInfo:
 
 
 def models_from_wire(message: pb.ModelInfo) -> tuple[g.ModelInfo, ...]:
-    """All listed models; the message's own model where an older orchestrator lists none."""
+    """All listed models; the message's own model if an older orchestrator lists none."""
     return tuple(read(model, g.ModelInfo) for model in message.models or [message])
 
 
@@ -120,7 +120,7 @@ def require_numbers(prompt: g.Prompt, options: g.GenerateOptions) -> None:
 
 
 def require_texts(prompt: g.Prompt, options: g.GenerateOptions) -> None:
-    """Raises InvalidRequest for a text with surrogates, which stand for bytes that are not UTF-8 and cannot be sent."""
+    """Raises InvalidRequest for a text with surrogates, which cannot be encoded as UTF-8."""
     texts = [(name, getattr(options, name)) for name in ("request_id", "session_id", "model", "cache_salt")]
     texts += [(f"stop[{i}]", stop) for i, stop in enumerate(options.stop)]
     if (constraint := options.constraint) is not None:

@@ -57,7 +57,7 @@ class CostCurve:
         return self.unpadded(-(-max(rows, 1) // self.step) * self.step)
 
     def unpadded(self, rows: float) -> float:
-        """Seconds on the line between the knots, also between multiples of `step`."""
+        """Seconds interpolated between the knots, also between multiples of `step`."""
         after = bisect_right(self.rows, rows)
         if after == len(self.rows):
             return self.seconds[-1] + self.last_slope * (rows - self.rows[-1])

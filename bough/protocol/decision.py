@@ -24,7 +24,7 @@ class RoundTimings:
 
     total_ns: int = 0
     draft_ns: int = 0
-    network_ns: int = 0  # duration of calls beyond the workers' own totals
+    network_ns: int = 0  # duration of calls minus the workers' own totals
     target_ns: int = 0
     queue_ns: int = 0  # of target_ns
     wait_ns: int = 0  # of target_ns
@@ -73,7 +73,7 @@ class Decision:
     width: int = 0
     depth: int = 0
     price: float = 0.0  # lambda: value of a second, in tokens, summed over all sessions in the sweep
-    min_gain: float = 0.0  # expected tokens below which a draft step does not pay
+    min_gain: float = 0.0  # least expected tokens with which a draft step pays
     draft_rate: float = 0.0  # expected tokens per second of this session with a drafted tree
     plain_rate: float = 0.0  # expected tokens per second of this session without one
     best_nodes: int = 1  # predicted best tree size, before growth

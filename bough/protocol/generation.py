@@ -46,7 +46,9 @@ class WorkerInfo:
     num_running: int = 0  # calls in the current sweep; a draft counts all calls as waiting
     num_passes: int = 0  # sweeps or draft steps completed since the start
     weights_hash: str = ""  # of a target: hash over all weight bytes; empty until computed
-    context_limit: str = ""  # flag that keeps max_context below the model's own limit, and that; empty if none does
+    context_limit: str = (
+        ""  # the flag that keeps max_context below the model's own limit, and that limit; empty if none does
+    )
 
     @property
     def model_identity(self) -> str:
@@ -81,16 +83,16 @@ def _digest(*parts: str) -> str:
 
 
 class Beginning(Enum):
-    """Where an answer begins."""
+    """Where an answer begins relative to reasoning."""
 
-    INSIDE = auto()  # in thoughts that the prompt has opened
-    BEFORE = auto()  # before thoughts, which the model may open or not
-    AFTER = auto()  # after thoughts that the prompt has closed, so that there are none
+    INSIDE = auto()  # in reasoning that the prompt has opened
+    BEFORE = auto()  # before reasoning, which the model may open or not
+    AFTER = auto()  # after reasoning that the prompt has closed: there is none
 
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """The marks around the thoughts of one answer."""
+    """The marks around the reasoning of one answer."""
 
     begin: str
     end: str
@@ -99,9 +101,9 @@ class Thoughts:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """An answer of messages, whose headers tell which are thoughts (OpenAI's harmony format)."""
+    """An answer of messages, whose headers say which are reasoning (OpenAI's harmony format)."""
 
-    header: str  # what the prompt has of the first message
+    header: str  # the part of the first message that is in the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Function:
     name: str
     parameters: str  # JSON Schema of its arguments, as text
     description: str | None = None
-    is_strict: bool = False  # its arguments follow the schema also where the model decides whether to call it
+    is_strict: bool = False  # its arguments follow the schema even if the model decides whether to call it
 
 
 class ToolChoice(Enum):
@@ -133,7 +135,7 @@ class ToolChoice(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What the model may call, and whether it does."""
+    """The functions that the model may call, and whether it must."""
 
     functions: tuple[Function, ...]
     choice: ToolChoice = ToolChoice.AUTO
@@ -142,7 +144,7 @@ class Tools:
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer must be a call, or several."""
+        """Whether the answer must be one or several calls."""
         return self.choice is ToolChoice.REQUIRED
 
 
@@ -154,7 +156,7 @@ class Message:
     content: str
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant; over HTTP only
     tool_call_id: str = ""  # the call that a message of role "tool" answers
-    reasoning: str = ""  # an assistant's thoughts before what it said
+    reasoning: str = ""  # an assistant's reasoning before its content
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +203,13 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the whole output must be, by exactly one of the first four."""
+    """A constraint on the whole output: exactly one of the first four."""
 
     json_schema: str | None = None  # a JSON Schema, as JSON text
-    regex: str | None = None  # which matches all of it
-    choices: tuple[str, ...] = ()  # of which it is one
+    regex: str | None = None  # a regular expression that matches all of it
+    choices: tuple[str, ...] = ()  # the output is one of these
     lark: str | None = None  # a grammar in llguidance's dialect of Lark, or in EBNF as llama.cpp reads it
-    after_reasoning: bool = False  # the thoughts with which an answer to a chat begins are not part of it
+    after_reasoning: bool = False  # the reasoning at the beginning of an answer is exempt
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Context:
     def of(
         cls, session_id: ScopedId, tokens: Sequence[int], held: int, prompt_length: int, cache_salt: str = ""
     ) -> Context:
-        """The context of committed `tokens`, the last of which is the root, for a worker that has `held` cached."""
+        """The context of committed `tokens`, of which the last is the root, for a worker that has cached `held`."""
         held = min(held, len(tokens) - 1)
         return cls(session_id, held, prefix_hash(tokens[:held]), tuple(tokens[held:-1]), prompt_length, cache_salt)
 
@@ -76,7 +76,7 @@ class GrowResult:
     tree: Tree
     held_length: int
     timings: Timings
-    num_warm_nodes: int = 0  # nodes of it that draft-ahead had expanded before the call
+    num_warm_nodes: int = 0  # nodes of it that draft-ahead expanded before the call
     cost: CostCurve | None = None  # seconds of a draft step by its rows, all sessions together
 
 
@@ -93,10 +93,10 @@ class VerifyCall:
     max_length: int = 0  # tokens that the session may reach in this request; 0 is the worker's maximum
     caller: str = ""  # id of the calling orchestrator, the same in all its calls
     num_running: int = 0  # sessions that the caller runs at this worker, this one included; 0 is unknown
-    worker_id: str = ""  # id that the worker must have, as addresses can be reused; "" is any
+    worker_id: str = ""  # required id of the worker, as addresses can be reused; "" is any
     may_leave_out: bool = False  # the target may skip nodes that are not worth their time in a shared sweep
-    reserves: bool = False  # lease a KV slot before replying which part of the context is missing
-    is_given: bool = False  # the tree is a chain of tokens that count as accepted; their log-probabilities are wanted
+    reserves: bool = False  # lease a KV slot before reporting the missing part of the context
+    is_given: bool = False  # the tree is a chain of tokens that count as accepted; report their log-probabilities
 
 
 class Verdict(NamedTuple):

@@ -12,9 +12,9 @@ from bough.errors import InvalidRequest
 MAX_LOGPROBS = 64
 MAX_BIASES = 1024  # sent with every call to a worker, as stop tokens are
 MAX_STOP_TOKENS = 1024
-MAX_STOPS = 64  # each is searched for in all generated text
+MAX_STOPS = 64  # each is searched in all generated text
 MAX_STOP_LENGTH = 1024  # characters
-MAX_CHOICES = 1024  # of which the output is one
+MAX_CHOICES = 1024  # allowed outputs
 MAX_GRAMMAR = 128 * 1024  # characters; sent with every call to a worker
 MAX_UINT32 = 2**32 - 1
 MAX_SEED = 2**64 - 1
@@ -33,23 +33,23 @@ def _require_number(name: str, number: int, most: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is to know of a number among the sampling parameters: flags, HTTP fields and checks are made from it.
+    """Describes a numeric sampling parameter: flags, HTTP fields and checks are generated from it.
 
-    The range is of integers if its limits are.
+    The values are integers if the limits are.
     """
 
     help: str
     least: int | float
     most: int | float
-    is_open: bool = False  # the least number itself is outside
-    zero: str = ""  # what 0 means, if it is valid though below the range
+    is_open: bool = False  # the range excludes the least number
+    zero: str = ""  # the meaning of 0, if 0 is valid though below the range
 
     def __contains__(self, value: float) -> bool:
         is_end = self.is_open and value == self.least
         return (self.zero != "" and value == 0) or (self.least <= value <= self.most and not is_end)
 
     def __str__(self) -> str:
-        """What a value must be."""
+        """The valid values in words."""
         if isinstance(self.most, int):
             return f"{self.least} to {self.most}"
         numbers = f"a number in {'(' if self.is_open else '['}{self.least:g}, {self.most:g}]"
@@ -62,7 +62,7 @@ class Parameter:
 
     @property
     def schema(self) -> dict[str, float]:
-        """The range as JSON Schema has it; without what lies between 0 and the least number."""
+        """The range as JSON Schema; a gap between 0 and the least number is not expressed."""
         return {"exclusiveMinimum" if self.is_open else "minimum": 0 if self.zero else self.least, "maximum": self.most}
 
 
@@ -72,7 +72,7 @@ def _parameter(default: Any, *description: Any, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What a request may say of a token's distribution; the defaults leave the model's own unchanged."""
+    """A request's parameters of the token distribution; the defaults leave the model's distribution unchanged."""
 
     temperature: float = _parameter(1.0, "0 is greedy (default 1)", 1e-4, 1e4, zero="greedy")
     top_k: int = _parameter(0, "only the k likeliest tokens are drawn; 0 is off (default)", 0, MAX_UINT32)
@@ -105,7 +105,7 @@ class SamplingParams(Sampling):
     """All parameters of a token's distribution, as workers know them and the index records them."""
 
     seed: int = 0
-    grammar: str = ""  # of llguidance, as JSON or Lark, which the whole output follows; empty leaves it free
+    grammar: str = ""  # for llguidance, as JSON or Lark; the whole output follows it; empty is free
 
     @property
     def is_greedy(self) -> bool:
@@ -118,7 +118,7 @@ class SamplingParams(Sampling):
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether nothing is asked of a token's logits but which is the largest."""
+        """Whether only the token with the largest logit matters."""
         changes = self.has_penalties or self.logit_bias or self.grammar
         return self.is_greedy and not changes and self.logprobs is None
 
@@ -137,14 +137,14 @@ class SamplingParams(Sampling):
         if len(banned) == vocab_size:
             raise InvalidRequest("logit_bias", "must leave at least one token", f"all {vocab_size} banned")
         if self.min_tokens and len(banned | self.stop_token_ids) == vocab_size:
-            raise InvalidRequest("min_tokens", "must be 0 where any token ends the output", self.min_tokens)
+            raise InvalidRequest("min_tokens", "must be 0 if any token ends the output", self.min_tokens)
         if len(self.grammar) > MAX_GRAMMAR:
             raise InvalidRequest("grammar", f"must be at most {MAX_GRAMMAR} characters", len(self.grammar))
         for token in self.stop_token_ids:
             _require(0 <= token < vocab_size, "stop_token_ids", token, f"a token id below {vocab_size}")
 
 
-UNLIMITED = 2**31 - 1  # max_tokens of an output that goes on to the end of the context: none holds as many
+UNLIMITED = 2**31 - 1  # max_tokens of an output that may fill the context: no context is as long
 
 
 @dataclass(frozen=True, slots=True)

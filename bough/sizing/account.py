@@ -14,7 +14,7 @@ PART_NAMES = tuple(part.name for part in fields(RoundSeconds))
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A summary of a session's rounds. A bias is expected over real minus 1: 0.1 means 10 % too much expected."""
+    """A summary of a session's rounds. A bias is expected over real, minus 1: 0.1 means 10 % too high."""
 
     num_rounds: int
     shares: Mapping[Mode, float]  # share of rounds by mode, without zeros
@@ -27,7 +27,7 @@ class Account:
     expected: RoundSeconds  # means over the predicted rounds
     real: RoundSeconds
     rate: float  # tokens per second, over rounds with a known plain rate, or else over all
-    plain_rate: float | None  # expected tokens per second of the same tokens without a draft; None if unknown
+    plain_rate: float | None  # expected tokens per second without a draft, for the same tokens; None if unknown
 
 
 def account(decisions: Sequence[Decision]) -> Account:
@@ -55,9 +55,9 @@ def account(decisions: Sequence[Decision]) -> Account:
 
 
 def _plain_rate(decision: Decision, following: Decision) -> float:
-    """The rate of plain decoding in a round, by the following round's prediction, which has learnt from the round.
+    """The rate of plain decoding in a round, from the next round's prediction, which has learnt from the round.
 
-    The rate of a round that reads a part of the prompt holds for that round alone.
+    The rate of a round that reads a part of the prompt is valid only for that round.
     """
     reads = decision.num_context or following.num_context
     return decision.plain_rate if reads else following.plain_rate
@@ -74,19 +74,19 @@ def _reason(decision: Decision) -> str:
     is_better = decision.draft_rate > decision.plain_rate
     match decision.mode:
         case Mode.OFF:
-            return "no tree: the request wants none, or one token is left"
+            return "no tree: the request disables trees, or one token is left"
         case Mode.FIXED:
             return "the size was fixed, by the request or by --planner fixed"
         case Mode.PROBE:
             return f"a small tree, to see whether drafting pays again: {rates}"
         case Mode.DRAFT if not decision.plain_rate:
-            return "a first size: what sweeps take is not known yet"
+            return "a first size: the time of sweeps is not known yet"
         case Mode.DRAFT if is_better:
             return f"drafting pays: {rates}"
         case Mode.DRAFT:
-            return f"drafting goes on: {rates} is no reason yet to stop"
+            return f"drafting goes on: {rates} is not reason enough to stop"
         case Mode.LOOKUP if is_better:
-            return f"no draft: {rates} is no reason yet to begin"
+            return f"no draft: {rates} is not reason enough to begin"
         case Mode.LOOKUP if decision.draft_rate == decision.plain_rate:
             return f"no draft to ask: {decision.plain_rate:.3g} tokens/s plain"
         case Mode.LOOKUP:

@@ -1,7 +1,7 @@
 """Predicted seconds of a sweep from sizes and speeds, and the value of more memory.
 
 A sweep takes the maximum of two concurrent activities: streamed layers cross the link, and each chunk of rows is
-multiplied with each layer; on their way hidden states cross to other accelerators that have layers, and back. Link time
+multiplied with each layer. Hidden states also cross to other accelerators that have layers, and back. Link time
 does not depend on the tree, except for experts read on demand; compute time grows with the padded rows. The knee is the
 number of rows where compute time exceeds link time: below it, nodes are nearly free.
 """
@@ -53,7 +53,7 @@ class Work:
     weight_bytes: int  # read from the accelerator's memory by each chunk of rows
     unpacked_bytes: int = 0  # of weights that are unpacked from 4 or 8 bits
     experts: ExpertWork | None = None
-    is_unpacked_by_chunk: bool = False  # by every chunk of rows, not once in a sweep
+    is_unpacked_by_chunk: bool = False  # by every chunk of rows instead of once in a sweep
 
     @property
     def flops_per_token(self) -> float:
@@ -74,7 +74,7 @@ class Work:
         return self.unpacked_bytes if self.is_unpacked_by_chunk else 0
 
     def bytes_unpacked_once(self, num_tokens: int) -> float:
-        """Bytes unpacked once for a sweep: the experts that its tokens choose, and what chunks do not unpack."""
+        """Bytes unpacked once for a sweep: the experts that its tokens choose, and all that chunks do not unpack."""
         experts = self.experts.share(num_tokens) * self.experts.unpacked_bytes if self.experts else 0.0
         return experts + self.unpacked_bytes - self.bytes_unpacked_by_chunk
 
@@ -108,7 +108,7 @@ class SweepModel:
     speeds: Speeds
     link_seconds: float  # of the bytes that cross the link in every sweep
     expert_seconds: float = 0.0  # of all experts that are not in memory, which cross the link on demand
-    disk_seconds: float = 0.0  # of a disk behind the link, which reads concurrently
+    disk_seconds: float = 0.0  # of a disk behind the link, read concurrently
     num_crossings: int = 0  # of hidden states, from one accelerator to another
     hidden_bytes: int = 0  # of a row's hidden state
 

@@ -1,7 +1,7 @@
 """Placement of layers in tiers of memory within budgets, computed from sizes alone.
 
 As many layers as fit stay resident; the others stream through a ring. Resident layers are spread evenly among the
-streamed ones: while they are computed, the link reads ahead, so that the ring is neither empty nor full for long.
+streamed ones: while they are computed, the link reads ahead, which keeps the ring from being empty or full for long.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Placement:
 
     @property
     def link_bytes(self) -> int:
-        """Most bytes that cross the link in a sweep, reached if rows choose all experts that are not cached."""
+        """Most bytes that cross the link in a sweep, reached if rows choose all uncached experts."""
         return self.num_bytes(Tier.HOST) + self.num_bytes(Tier.DISK) + max(0, self.expert_bytes - self.fixed.experts)
 
     @property
@@ -222,7 +222,7 @@ def place_with_expert_cache(
     from_host: bool = False,
     is_forced: bool = False,
 ) -> Placement:
-    """Keep all layers resident if they fit; otherwise place them without experts, and these in a cache in the rest.
+    """Keep all layers resident if they fit; otherwise place them without experts, and cache experts in the rest.
 
     The cache has room for at least all experts of one layer, and for at most those of `budgets.max_resident` layers if
     that is limited. With `from_host`, experts are read from host memory; if they do not all fit there, whole layers are

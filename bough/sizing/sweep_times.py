@@ -23,13 +23,13 @@ ASSUMED = CostCurve((1, 257), (33.0, 289.0))
 FLAT = CostCurve((1, 2), (1.0, 1.0))
 WINDOW = 32  # most samples of a bucket
 TRUST = 3.0  # weight, in samples, of the estimate from neighbouring buckets
-TRUST_GIVEN = 0.5  # and of a given scale: it may have been measured while other programs used the processor
+TRUST_GIVEN = 0.5  # the same for a given scale: it may have been measured while other programs used the processor
 FADING_SAMPLES = 4.0  # samples of a bucket for which the neighbours' estimate loses a weight of 1
-HALF_WEIGHT_DISTANCE = 0.35  # log distance from the nearest sample at which that estimate has half its weight
+HALF_WEIGHT_DISTANCE = 0.35  # log distance from the nearest sample at which the estimate has half its weight
 NEIGHBOUR_DECAY = 0.25  # factor by which a sample's weight drops for each bucket of distance
 KNOWN_SAMPLES = 3  # samples of a bucket from which a change can be detected
 CHANGE_RUN = 3  # consecutive samples with residuals of the same sign that indicate a change
-CLEAR_RUN = 2  # or so many, if each deviates by more than CLEAR times what is needed
+CLEAR_RUN = 2  # or this many, if each deviates by more than CLEAR times the needed change
 CLEAR = 2.0
 CHANGE_STEP = math.log(1.15)  # least residual that indicates a change
 CLIP = 3.0  # samples are clipped at this many median deviations
@@ -56,9 +56,9 @@ class SweepTimes:
     link: a sweep that computed for longer gives only an upper bound. Used as a sample, it would make the link look
     slow, trees would grow, sweeps would compute for longer still, and so on.
 
-    Until a sweep has waited, the given link time counts, which is too long if processes that started together shared
-    the link. A sweep that took less without waiting disproves it: the link is then assumed to be faster than that sweep
-    was, so that trees shrink until sweeps wait.
+    Until a sweep has waited, the given link time counts. It is too long if processes that started together shared the
+    link. A sweep that took less without waiting disproves it: the link is then assumed to be faster than that sweep,
+    and trees shrink until sweeps wait.
 
     Link time is the seconds of a byte, averaged over all sweeps, times the bytes of a sweep, which in a mixture of
     experts grow with its rows: the speed of the link is assumed not to depend on rows.
@@ -269,7 +269,7 @@ class RowAverages:
         return rising
 
     def _compare(self, number: int, residual: float) -> None:
-        """Continue or end the run; what is usual is learnt from its residuals only once they are no change."""
+        """Continue or end the run; its residuals count as usual deviations only once they are known to be no change."""
         least = self._least_step()
         if len(self._run) == CHANGE_RUN:
             self._residuals.append(abs(self._run.popleft()[1]))
@@ -285,7 +285,7 @@ class RowAverages:
         return max(CHANGE_STEP, CLIP * median(self._residuals)) if self._residuals else CHANGE_STEP
 
     def _has_changed(self) -> bool:
-        """Whether the run tells a change: its residuals are alike, and many or large."""
+        """Whether the run indicates a change: its residuals are alike, and many or large."""
         if len(self._run) < CLEAR_RUN:
             return False
         residuals, least = [abs(residual) for _, residual in self._run], self._least_step()

@@ -104,9 +104,9 @@ def _tables(counted: SchemeAcceptance) -> tuple[FloatArray, FloatArray]:
 
 
 def _estimated(accepted: FloatArray, rejected: FloatArray) -> Acceptance:
-    """Kaplan-Meier estimate by rank, made non-increasing; both tables are (num_depths, num_ranks).
+    """The Kaplan-Meier estimate by rank, made non-increasing; both tables are (num_depths, num_ranks).
 
-    A node with three children is a censored observation from rank 4 on. Where all nodes have the same number of
+    A node with three children is a censored observation from rank 4 on. If all nodes have the same number of
     children, the estimate is accepted / nodes.
     """
     at_risk = (accepted + rejected)[:, ::-1].cumsum(axis=1)[:, ::-1]  # nodes with this rank and none accepted before

@@ -14,7 +14,7 @@ import numpy as np
 from bough.trees.acceptance import Acceptance, FloatArray, falling
 from bough.trees.tree_plan import StaticShape
 
-ROUNDING = 1e-13  # in expected tokens: what sums of values may be off by
+ROUNDING = 1e-13  # in expected tokens: rounding error of sums of values
 
 
 def acceptance_below(acceptance: Acceptance, depth: int) -> FloatArray:
@@ -40,7 +40,7 @@ def expected_tokens(shape: StaticShape, acceptance: Acceptance) -> float:
 
 
 class BestChains(NamedTuple):
-    """Independent paths, and what they are worth."""
+    """Independent paths, and their expected tokens."""
 
     num: int
     length: int
@@ -81,11 +81,11 @@ def best_shape(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
 
 
 class _Curve(NamedTuple):
-    """Values of subtrees by number of nodes: from a least number on without gaps."""
+    """Values of subtrees by number of nodes, from a least number on without gaps."""
 
     least: int
     values: FloatArray  # [i]: of least + i nodes
-    slopes: FloatArray  # from each value to the next of a concave majorant that begins at the first value
+    slopes: FloatArray  # steps of a concave majorant that begins at the first value
 
     def table(self, nodes: int) -> FloatArray:
         """(nodes + 1,) [m]: value of m nodes; -inf where there is none."""
@@ -94,7 +94,7 @@ class _Curve(NamedTuple):
         return values
 
     def scaled(self, prob: float) -> _Curve:
-        """The values as they count for a parent that has such a child with this probability."""
+        """The values as part of a parent's, which has such a child with this probability."""
         return _Curve(self.least, self.values * prob, self.slopes * prob)
 
     def majorant(self) -> FloatArray:
@@ -142,7 +142,7 @@ def _table(curves: Sequence[_Curve], nodes: int) -> _SubtreeValues:
 
 
 def _curve(values: FloatArray) -> _Curve:
-    """The curve of these values of 1, 2, ... nodes, with the least of its concave majorants."""
+    """The curve of these values of 1, 2, ... nodes, with its least concave majorant."""
     slopes = np.diff(values)
     if (np.diff(slopes) > ROUNDING).any():
         slopes = np.array(falling(slopes.tolist(), [1.0] * len(slopes)))
@@ -150,10 +150,10 @@ def _curve(values: FloatArray) -> _Curve:
 
 
 def _joined(first: _Curve, second: _Curve, nodes: int) -> _Curve:
-    """The best values of subtrees of both curves together, with at most so many nodes (max-plus convolution).
+    """The best values of subtrees of both curves together, with at most `nodes` nodes (max-plus convolution).
 
-    Where both curves are concave, the best split of any size takes their steepest slopes. Elsewhere it is near to that:
-    splits further away are tried for as long as the majorants allow more than was found.
+    If both curves are concave, the best split of any size takes their steepest slopes. Otherwise it is close to that:
+    more distant splits are tried as long as the majorants allow a better value.
     """
     least = first.least + second.least
     slopes = np.concatenate((first.slopes, second.slopes))

@@ -118,7 +118,9 @@ class Tree:
     log_probs: FloatArray  # (num_nodes,) log-probability given the path, by the draft or the lookup; 0 at the root
     draft_probs: DraftProbs | None = None  # sampling distributions of the children; only for sampled schemes
     draws: IntArray | None = None  # (num_draws,) the nodes that were sampled, in that order; None: all, in their own
-    worth: FloatArray | None = None  # (num_nodes,) log-probability of acceptance if the parent is, calibrated; or None
+    worth: FloatArray | None = (
+        None  # (num_nodes,) calibrated log-probability of acceptance if the parent is accepted; or None
+    )
 
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> Tree:
@@ -215,7 +217,7 @@ class Tree:
             path.append(node)
 
     def along(self, tokens: Iterable[int]) -> list[int]:
-        """The nodes of the longest path from the root (excluded) that spells a prefix of `tokens`."""
+        """The nodes of the longest path from the root (excluded) whose tokens are a prefix of `tokens`."""
         following = iter(tokens)
         return self.walk(lambda _: next(following, NO_TOKEN))[0][1:]
 
@@ -225,7 +227,7 @@ class Tree:
 
     @property
     def estimates(self) -> FloatArray:
-        """(num_nodes,) `worth`, or `log_probs` where nothing is calibrated."""
+        """(num_nodes,) `worth`, or `log_probs` if that is None."""
         return self.log_probs if self.worth is None else self.worth
 
     def scores(self) -> FloatArray:
@@ -260,7 +262,7 @@ class Tree:
         return below
 
     def validate(self, vocab_size: int, max_nodes: int, scheme: Scheme = Scheme.TARGET) -> None:
-        """Check every invariant, those of `scheme` included; called once at each process boundary.
+        """Check every invariant, including those of `scheme`; called once at each process boundary.
 
         Raises:
             InvalidTree: names the first invalid node.
@@ -331,7 +333,7 @@ class Tree:
                 )
 
     def _validate_sample(self, scheme: Scheme) -> None:
-        """Check that the drawn nodes can have been sampled as the scheme requires."""
+        """Check that the drawn nodes could have been sampled as the scheme requires."""
         for node in range(len(self)):
             drawn = self.sampled_children(node, scheme)
             if len(drawn) == 0:
@@ -357,7 +359,7 @@ class Tree:
 def along_paths(operation: np.ufunc, values: NDArray[Any], ancestors: Sequence[NDArray[np.intp]]) -> NDArray[Any]:
     """(num_nodes,) all values on the path from the root to each node, joined by an associative `operation`.
 
-    The root's value may count several times or never: it must be one that changes nothing, such as 1 in products.
+    The root's value may count several times or never: it must be neutral, such as 1 in products.
     """
     for above in ancestors:
         values = operation(values, values.take(above))

@@ -17,18 +17,18 @@ class Scheme(Enum):
 
     TARGET = "target"  # SpecExec: the target samples, guesses that equal its samples are kept
     WITHOUT_REPLACEMENT = "without-replacement"  # Sequoia: children were sampled without replacement
-    TRAVERSAL = "traversal"  # whole paths at once (arXiv 2505.12398): children were sampled without replacement
+    TRAVERSAL = "traversal"  # judges whole paths (arXiv 2505.12398): children were sampled without replacement
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the draft samples children (without replacement) and sends along what from."""
+        """Whether the draft samples children (without replacement) and sends their distributions."""
         return self is not Scheme.TARGET
 
 
 class Guess(Enum):
     """How the draft ranks the children of a node for Scheme.TARGET."""
 
-    SAMPLE = "sample"  # by the token that the target will sample, predicted with the random numbers both know
+    SAMPLE = "sample"  # by the token that the target will sample, predicted with the shared random numbers
     DISTRIBUTION = "distribution"  # by probability alone, as in the papers
 
 
@@ -41,8 +41,8 @@ class BestFirst(NamedTuple):
     budget: int  # nodes, the root included
     width: int  # nodes expanded in one draft step
     depth: int  # levels below the root
-    min_gain: float = 0.0  # in expected tokens: growth ends when a step cannot add as many
-    seconds: float = 0.0  # since the call arrived, after which growth ends; 0 is no limit
+    min_gain: float = 0.0  # in expected tokens: growth ends when a step cannot add this many
+    seconds: float = 0.0  # after the call's arrival, when growth ends; 0 is no limit
 
     @property
     def max_expansions(self) -> int:
@@ -52,7 +52,7 @@ class BestFirst(NamedTuple):
     def limited(self, max_nodes: int, max_depth: int, max_expansions: int = MAX_EXPANSIONS) -> BestFirst:
         """The same plan within limits of its nodes, its levels, and the nodes that the draft model runs on.
 
-        One level remains, whatever it expands.
+        At least one level remains.
         """
         budget, width = min(self.budget, max_nodes), min(self.width, max_nodes)
         max_levels = max(1, max_expansions // min(width, budget))
@@ -107,7 +107,7 @@ class TreePlan:
 
     growth: Growth
     scheme: Scheme = Scheme.TARGET
-    guess: Guess = Guess.SAMPLE  # no request can ask for another: benchmarks compare with it
+    guess: Guess = Guess.SAMPLE  # requests cannot change it; benchmarks do
 
     def in_time(self, seconds: float) -> TreePlan:
         """The same plan, with best-first growth limited to `seconds` unless it has a shorter limit."""
@@ -121,7 +121,7 @@ NO_TREE = TreePlan(BestFirst(budget=1, width=1, depth=1))  # plain decoding
 
 
 def require_growth(name: str, growth: Growth, max_nodes: int) -> None:
-    """Raises InvalidRequest naming a field by which no tree of at most `max_nodes` nodes can be grown."""
+    """Raises InvalidRequest naming a field that allows no tree of at most `max_nodes` nodes."""
     match growth:
         case BestFirst():
             for field, value in growth._asdict().items():
