@@ -1,6 +1,6 @@
 """The client for applications that call a running bough.
 
-It has all that a caller gives and gets: prompts and options, events and reports, and the errors that are raised.
+It exports what callers need: prompts and options, events and reports, and errors.
 
 from bough.client import ChatPrompt, Client, GenerateOptions, Message, Tokens
 """

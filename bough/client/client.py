@@ -40,8 +40,8 @@ KEY_VARIABLE = "BOUGH_API_KEY"
 DEFAULT_OPTIONS = g.GenerateOptions()
 INFO_TIMEOUT_SECONDS = 10.0
 PATIENCE_SECONDS = 60.0
-START_PATIENCE_SECONDS = 3.0  # the same limit before any orchestrator has answered
-MOST_LOST = 2  # connections that a request may lose in a row without news, as it may be what ends the servers
+START_PATIENCE_SECONDS = 3.0  # the limit before any orchestrator has answered
+MOST_LOST = 2  # consecutive connections that a request may lose without a new token, as it may crash the servers
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class ResumableStream:
         self._is_started = False
         self._is_broken = False
         self._num_calls = 0
-        self._num_prompt = self._num_prompt_seen = 0  # tokens with log-probabilities, of this call and of all
+        self._num_prompt = self._num_prompt_seen = 0  # prompt tokens with log-probabilities, of this call and of all
         self._seams: list[str] = []
 
     def next_options(self) -> g.GenerateOptions:
@@ -122,7 +122,7 @@ class RetryWindow:
     async def wait(self, exc: Unavailable | Exhausted, most_seconds: float, *, is_known: bool = True) -> None:
         """Sleep before the next attempt, for the time in the error if it has one.
 
-        The first failure since progress is logged, if a server `is_known` to have been there.
+        The first failure since progress is logged if a server `is_known`, that is, has answered before.
 
         Raises the first failure since progress if the sleep would end more than `most_seconds` after it, and NoAnswer
         if MOST_LOST connections were lost since.
@@ -195,10 +195,10 @@ class Client:
     async def generate(self, prompt: g.Prompt, options: g.GenerateOptions = DEFAULT_OPTIONS) -> AsyncGenerator[g.Event]:
         """The events of one request: Started, then Tokens for each round, then Finished.
 
-        A broken stream is resumed after the last received token, at another address if there is one; no token is lost
-        or repeated, a warning is logged, and Finished has one. A request that loses two servers without a new token is
-        not sent to a third, which it might end too. A server without capacity is called again when it says. Leaving the
-        loop early aborts the request.
+        A broken stream is resumed after the last received token, at another address if there is one. No token is lost
+        or repeated; a warning is logged, and Finished has one too. A request that loses two servers without a new token
+        is not sent to a third, which it might crash too. A server without capacity is called again after its retry
+        delay. Leaving the loop early aborts the request.
         """
         stream, retry_window = ResumableStream(options), RetryWindow()
         is_known = False  # an orchestrator has answered
@@ -215,7 +215,7 @@ class Client:
             except (Unavailable, Exhausted) as exc:
                 if self._is_closed:
                     raise
-                # Several that refuse, as while they are redeployed, are waited for; one without a target says so soon.
+                # Wait for several servers that refuse, as in a redeployment, but not for a single one.
                 is_refusal = len(self._servers) > 1 and not isinstance(exc, NoAnswer)
                 is_known = is_known or is_refusal or isinstance(exc, Exhausted)
                 stream.broke(exc)

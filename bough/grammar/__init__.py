@@ -1,1 +1,1 @@
-"""Output that follows a grammar: from what a request demands to the tokens that may follow."""
+"""Output that follows a grammar: from a request's constraint to the tokens that may follow."""

@@ -1,4 +1,4 @@
-"""The tokens that may follow an output that has to obey a grammar, as a process for that computes them."""
+"""The tokens that may follow an output with a grammar, computed by a separate process."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from bough.grammar.grammar_process import (
 )
 from bough.tokenization.vocabulary import TokenizerFiles
 
-MAX_PROCESSES = 16  # each of which may take memory up to its limit
+MAX_PROCESSES = 16  # processes, each of which may use memory up to its limit
 _NUMBERS = itertools.count()  # of outputs
 
 
 class Grammars:
     """Follows grammars for one vocabulary, of `vocab_size` logits. For any thread.
 
-    Each grammar has a process of its own, so that none waits while another one is compiled. What the process has
-    computed is shared only where prefixes are: among calls of one salt.
+    Each grammar has its own process: none waits while another one is compiled. A process's results are shared like
+    prefixes, only among calls of one salt.
     """
 
     def __init__(self, files: TokenizerFiles, vocab_size: int, limits: Limits = LIMITS) -> None:
@@ -51,7 +51,7 @@ class Grammars:
         self.call(grammar, cache_salt, "compile", fields={"grammar": grammar})
 
     def along(self, grammar: str, held: AllowedTokens | None, cache_salt: str = "") -> AllowedTokens | None:
-        """The allowed tokens of an output with this grammar: `held` if they are its own; None without a grammar."""
+        """The allowed tokens of an output with this grammar: `held` if they match; None without a grammar."""
         if not grammar:
             return None
         if held is not None and held.grammar == grammar:
@@ -61,14 +61,14 @@ class Grammars:
     def call(
         self, grammar: str, cache_salt: str, operation: str, payload: bytes = b"", fields: Fields = NO_FIELDS
     ) -> tuple[Fields, bytes]:
-        """Call the process of a grammar, a new one if it has none any more. Raises as `compile` does."""
+        """Call the process of a grammar, or a new one if its process has ended. Raises as `compile` does."""
         try:
             return self.process(grammar, cache_salt).call(operation, payload, fields)
         except Refused as exc:
             raise InvalidRequest("constraint", exc) from exc
 
     def process(self, grammar: str, cache_salt: str = "") -> GrammarProcess:
-        """The process of a grammar; that of the grammar which was not used for longest ends for a new one."""
+        """The process of a grammar; a new one replaces the process of the least recently used grammar."""
         vocabulary, key = self._vocabulary, (cache_salt, grammar)
         with self._lock:
             process = self._latest.setdefault(key, GrammarProcess(self._limits, vocabulary))
@@ -86,7 +86,7 @@ class Grammars:
 
 
 class AllowedTokens:
-    """The tokens that may follow at each place of a tree below an output. For one thread at a time.
+    """The tokens that may follow at each node of a tree below an output. For one thread at a time.
 
     All methods raise InvalidRequest if the grammar cannot be followed, or has become too complex, and Unavailable if no
     process can run.
@@ -100,7 +100,7 @@ class AllowedTokens:
         self._known: dict[tuple[int, ...], NDArray[np.bool_] | None] = {}  # by paths below the output
 
     def stand_on(self, output: Sequence[int], likely: Sequence[Sequence[int]] = ()) -> None:
-        """Continue from an output, below which these paths will probably be asked for.
+        """Continue from an output; these paths below it will probably be requested.
 
         Raises:
             InvalidRequest: it does not follow the grammar.
@@ -109,7 +109,7 @@ class AllowedTokens:
         self._known = dict(zip(map(tuple, likely), self.after_each(likely), strict=True))
 
     def after(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
-        """Tokens (vocab_size,) that may follow a path below the output; None if the path is not allowed itself."""
+        """Tokens (vocab_size,) that may follow a path below the output; None if the path itself is not allowed."""
         if (known := tuple(path)) in self._known:
             return self._known[known]
         return self.after_each([path])[0]
@@ -124,7 +124,7 @@ class AllowedTokens:
         }
         of_grammar = self.grammar, self._cache_salt
         answer, masks = self._grammars.call(*of_grammar, "masks", payload, fields)
-        if "is_unknown" in answer:  # to this process, which may be another than the last
+        if "is_unknown" in answer:  # for this process, which may have replaced another
             fields = {**fields, "grammar": self.grammar}
             answer, masks = self._grammars.call(*of_grammar, "masks", payload, fields)
         ends = np.cumsum(answer["lengths"], dtype=int)[:-1]

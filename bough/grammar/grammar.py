@@ -1,4 +1,4 @@
-"""From what a request demands of its output to a grammar, which is checked before the request may run."""
+"""Makes a grammar from a request's constraint, and checks it before the request may run."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from bough.protocol.sampling_params import MAX_CHOICES, MAX_GRAMMAR
 
 Spacing = Mapping[str, object]  # options of llguidance
 
-# Blanks in JSON, wherever they may stand: without a limit a model may go on with them until its tokens are used up.
+# Blanks in JSON, wherever they are allowed: without a limit a model may write blanks until its tokens are used up.
 FLEXIBLE: Spacing = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
-# As Python and chat templates write JSON.
+# Separators of JSON as Python and chat templates write it.
 AS_DUMPED: Spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-LEAST_NUMBER = -(2**63) + 513  # those below are -(2**63) once rounded, whose sign llguidance changes without end
-MAX_PATTERNS = 8  # that a text matches at once: the time to read them doubles with each
-NUM_PROCESSES = 2  # that read grammars, so that one which takes long does not delay all others
+LEAST_NUMBER = -(2**63) + 513  # smaller numbers round to -(2**63), whose sign llguidance changes without end
+MAX_PATTERNS = 8  # patterns that a text must match together: the time to read them doubles with each
+NUM_PROCESSES = 2  # that read grammars: a slow one must not delay all others
 ANY_OBJECT = '{"type": "object"}'
-# The salt of the request that the running task works for. How long a grammar takes tells whether it was kept, and so
-# what others have demanded: it is kept for requests of one salt.
+# The salt of the running task's request. A grammar is cached only for requests of one salt, as the time that it takes
+# reveals whether it was cached, and so what others have demanded.
 CACHE_SALT: ContextVar[str] = ContextVar("cache_salt", default="")
 
-_LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)  # is in rules in Lark alone
+_LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)  # occurs only in Lark
 _PROCESSES: LifoQueue[GrammarProcess] = LifoQueue()  # that are idle
 for _process in range(NUM_PROCESSES):
     _PROCESSES.put(GrammarProcess())
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """The grammar, for `SamplingParams.grammar`. A complex one takes up to a second to check, once for each salt.
+    """The grammar for `SamplingParams.grammar`. A complex one takes up to a second to check, once for each salt.
 
     Raises:
         InvalidRequest: names the field that cannot be used, and why.
@@ -44,7 +44,7 @@ def grammar_of(constraint: Constraint) -> str:
     return _checked(constraint, CACHE_SALT.get())
 
 
-@lru_cache(maxsize=64)  # of the choices of one request, and of those of an application
+@lru_cache(maxsize=64)  # shared by the choices of a request and an application's requests
 def _checked(constraint: Constraint, _cache_salt: str) -> str:
     size = sum(
         len(text or "") for text in (constraint.json_schema, constraint.regex, constraint.lark, *constraint.choices)
@@ -59,7 +59,7 @@ def _checked(constraint: Constraint, _cache_salt: str) -> str:
 
 
 def _called(field: str, must: str, operation: str, **fields: object) -> str:
-    """The grammar that a process which reads grammars answers with, if any. Raises InvalidRequest of the field."""
+    """The grammar in the answer of a process that reads grammars, if any. Raises InvalidRequest naming the field."""
     process = _PROCESSES.get()
     try:
         return str(process.call(operation, fields=fields)[0].get("grammar", ""))
@@ -89,7 +89,7 @@ def _of_regex(regex: str) -> str:
 
 
 def _of_rules(rules: str) -> str:
-    """Rules in Lark; those in EBNF, as other servers read them, are rewritten."""
+    """Rules in Lark; EBNF, as other servers read it, is converted."""
     if "::=" not in rules or _LARK.search(rules):
         return rules
     return _called("constraint.lark", "must be Lark, or EBNF as llama.cpp reads it", "write_lark", rules=rules)
@@ -108,7 +108,7 @@ def _of_schema(schema: str, spacing: Spacing = FLEXIBLE) -> str:
 
 
 def _require_readable(schema: object) -> None:
-    """Refuse what is known to be too much for llguidance, before a process is lost over it. Raises InvalidRequest."""
+    """Refuse schemas that are known to be too much for llguidance, before they end a process. Raises InvalidRequest."""
     for part in _parts(schema):
         if isinstance(part, int | float) and part < LEAST_NUMBER:
             raise InvalidRequest("constraint.json_schema", f"numbers must be at least {LEAST_NUMBER}", str(part)[:32])
@@ -122,7 +122,7 @@ def _require_readable(schema: object) -> None:
 
 
 def _parts(schema: object) -> Iterator[Any]:
-    """All values in a schema; not by recursion, as it may be as deep as Python's reader allows."""
+    """All values in a schema; without recursion, as it may be as deep as Python's reader allows."""
     waiting = [schema]
     while waiting:
         yield (part := waiting.pop())
@@ -162,7 +162,7 @@ def before(field: str, rules: str, answer: str) -> str:
 
 
 def _part(grammar: str) -> dict[str, object]:
-    """A grammar as part of one of several, in all of which JSON is as Python writes it: the lexer does not go back."""
+    """A grammar as part of a larger one, in which all JSON is as Python writes it: the lexer does not go back."""
     part: dict[str, object] = {"lark_grammar": grammar}
     if grammar.startswith("{"):
         part = json.loads(grammar)["grammars"][0]

@@ -1,11 +1,11 @@
 """Processes in which llguidance, native code, reads grammars that clients send.
 
-Such code may crash, and take any memory or time, so that no serving process runs it. A process that does has limits of
-CPU time, time and memory for each call, which the kernel enforces; a grammar that breaks them ends that process, and so
-its own call and no other: a process has one call at a time.
+Such code may crash, or use any memory or time, so no serving process runs it. A process that does has limits of CPU
+time, time and memory for each call, which the kernel enforces. A grammar that breaks them ends its process, and only
+its own call: a process has one call at a time.
 
-They are forked from one that has imported llguidance and built the tokenizers, so that the next one is there within
-milliseconds. It is a fresh interpreter (`python -m bough.grammar.grammar_worker`), as a process that runs gRPC cannot
+They are forked from a process that has imported llguidance and built the tokenizers, so a new one starts within
+milliseconds. That is a fresh interpreter (`python -m bough.grammar.grammar_worker`), as a process that runs gRPC cannot
 be forked, and never reads a grammar itself. All of them end with this process, however it ends.
 """
 
@@ -38,21 +38,21 @@ NO_FIELDS: Fields = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call may take. A grammar may be used where checking it took half of the time."""
+    """Limits of one call. Checking has half of the time that is available for using a grammar."""
 
-    check_seconds: float = 2.0  # CPU time in which a grammar is written and checked
-    compile_seconds: float = 4.0  # CPU time in which one that was checked is compiled for a vocabulary
+    check_seconds: float = 2.0  # CPU time to write and check a grammar
+    compile_seconds: float = 4.0  # CPU time to compile a checked grammar for a vocabulary
     mask_seconds: float = 0.1  # CPU time of one mask, beyond the average
     average_mask_seconds: float = 0.02  # CPU time of a mask of an output, on average
-    wall_seconds: float = 60.0  # of any call, where no processor is free
-    memory_bytes: int = 256 * 2**20  # of addresses beside those of the tokenizer and of the stack
+    wall_seconds: float = 60.0  # of any call, even if no processor is free
+    memory_bytes: int = 256 * 2**20  # of addresses, without those of the tokenizer and of the stack
     max_lexer_states: int = 50_000
     step_lexer_fuel: int = 200_000
     step_max_items: int = 20_000  # of Earley's algorithm, for one mask
 
     @property
     def exceeded(self) -> str:
-        """What is said of a grammar whose process has ended."""
+        """The error text for a grammar whose process has ended."""
         memory = self.memory_bytes // 2**20
         return (
             f"it must be read within {self.check_seconds:g} s and {memory} MiB, and give a mask within "
@@ -73,11 +73,11 @@ class Vocabulary:
 
 
 class Refused(Exception):
-    """A grammar, or an output that must follow one, cannot be used; the message says why."""
+    """A grammar cannot be used, or an output does not follow it; the message says why."""
 
 
 class GrammarProcess:
-    """One process that reads grammars. It starts with the first call, and anew after one that has ended it.
+    """One process that reads grammars. It starts with the first call, and again after a call that has ended it.
 
     For any thread; calls run one at a time.
     """
@@ -112,7 +112,7 @@ class GrammarProcess:
 
 
 class _Connection:
-    """A connection with one process, which ends with it."""
+    """A connection to one process, which ends with the connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -122,7 +122,7 @@ class _Connection:
         """Whether the process has ended since its last answer."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))  # nothing is sent unasked
+        return bool(poll.poll(0))  # the process sends nothing unasked
 
     def send(self, fields: Fields, payload: bytes) -> None:
         with suppress(OSError):  # the process has ended, as `receive` finds
@@ -145,7 +145,7 @@ class _Server:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
-        self._numbers: dict[Vocabulary, int] = {}  # of those that the process has
+        self._numbers: dict[Vocabulary, int] = {}  # vocabularies that the process has
 
     @property
     def is_running(self) -> bool:
@@ -184,16 +184,16 @@ class _Server:
                 [sys.executable, "-P", "-m", "bough.grammar.grammar_worker"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # what llguidance prints has words of clients
+                stderr=subprocess.DEVNULL,  # llguidance prints clients' texts
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is meant for this process
             )
 
     def _number(self, vocabulary: Vocabulary | None) -> int | None:
-        """The number by which the process knows a vocabulary, which it gets if it has it not."""
+        """The process's number of a vocabulary, which is sent if the process does not have it."""
         if vocabulary is None or vocabulary in self._numbers:
             return None if vocabulary is None else self._numbers[vocabulary]
-        with open(os.memfd_create("tokenizer"), "wb") as file:  # a message holds no megabytes
+        with open(os.memfd_create("tokenizer"), "wb") as file:  # too large for a message
             file.write(vocabulary.tokenizer_json)
             file.flush()
             self._ask({"num_tokens": vocabulary.num_tokens, "ends": vocabulary.ends}, file.fileno())
@@ -205,9 +205,9 @@ class _Server:
 
 
 def _environment() -> dict[str, str]:
-    """Without bough's own settings, some of which are secrets."""
+    """The environment without bough's own settings, some of which are secrets."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("BOUGH_")}
-    return variables | {"MALLOC_ARENA_MAX": "1"}  # further ones reserve addresses, which have a limit
+    return variables | {"MALLOC_ARENA_MAX": "1"}  # further threads reserve addresses, which are limited
 
 
 _SERVER = _Server()

@@ -26,10 +26,10 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from bough.grammar.grammar_process import Fields, Limits, Refused, from_bytes, receive, send
 
 PR_SET_PDEATHSIG = 1
-MAX_OUTPUTS = 1024  # of which the place in their grammar is kept
+MAX_OUTPUTS = 1024  # outputs whose place in their grammar is kept
 MAX_REQUEST = 2**16  # bytes of a message with a file descriptor
-SECONDS_A_TOKEN = 5e-4  # of CPU time, to follow one
-STACK_BYTES = 512 * 2**20  # of addresses: llguidance recurses along rules that name one another
+SECONDS_A_TOKEN = 5e-4  # CPU time to follow an output
+STACK_BYTES = 512 * 2**20  # of addresses: llguidance recurses along rules that refer to one another
 
 Answer = tuple[dict[str, Any], bytes]
 
@@ -38,7 +38,7 @@ def main() -> None:
     """Fork a process for each connection that comes in, and build each tokenizer. Ends with the parent's end."""
     with socket.socket(fileno=os.dup(0)) as requests, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their exit statuses are ignored
         tokenizers: list[Tokenizer] = []
         while True:
             message, (*descriptors,), _, _ = socket.recv_fds(requests, MAX_REQUEST, 1)
@@ -75,7 +75,7 @@ class Tokenizer:
 
 
 def serve_limited(connection: socket.socket, limits: Limits, tokenizer: Tokenizer | None) -> None:
-    """Answer messages on a deep stack, with so much more memory than there is now, until the other end is closed."""
+    """Answer messages on a deep stack until the other end is closed, with this much more memory than is used now."""
 
     def run() -> None:
         allowed = _pages()[0] * resource.getpagesize() + limits.memory_bytes
@@ -147,7 +147,7 @@ class Worker:
         with cpu_time(self._limits.check_seconds):
             try:
                 return gbnf_to_lark(rules)
-            except Exception as exc:  # of its own kinds, and of what it does not expect
+            except Exception as exc:  # the reader's own errors, and those of unexpected values
                 raise Refused(in_one_line(str(exc))) from exc
 
     def _written(self, schema: str, spacing: Mapping[str, object]) -> str:
@@ -192,7 +192,7 @@ class Worker:
         return {"lengths": [len(mask or b"") for mask in masks]}, b"".join(mask or b"" for mask in masks)
 
     def _output(self, fields: Fields) -> Output | None:
-        """The output with this number; a new one if its grammar is given."""
+        """The output with this number; a new one if a grammar is given."""
         number = fields["number"]
         if (output := self._outputs.get(number)) is None or not output.is_working:
             if "grammar" not in fields:
@@ -207,10 +207,10 @@ class Worker:
 
 
 class Compiled:
-    """A grammar's matcher at the beginning of an output, of which copies are moved along outputs.
+    """A grammar's matcher at the beginning of an output; copies of it move along outputs.
 
-    Copies share the states of their lexer, and so its limit: once one has reached it the grammar is compiled anew, and
-    others with it end as they need a new state.
+    Copies share their lexer's states and so its limit. Once one has reached the limit, the grammar is compiled again;
+    the other copies end when they need a new state.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -224,13 +224,13 @@ class Output:
     def __init__(self, compiled: Compiled, tokenizer: Tokenizer, limits: Limits) -> None:
         self._compiled = compiled
         self._matcher, self._tokenizer, self._limits = compiled.matcher.deep_copy(), tokenizer, limits
-        self._tokens: list[int] = []  # consumed by the matcher, as is the path below them
+        self._tokens: list[int] = []  # consumed by the matcher, like the path below them
         self._path: list[int] = []
         self._num_masks, self._seconds = 0, 0.0  # CPU time of these
 
     @property
     def is_working(self) -> bool:
-        """Whether it has not become too complex, after which a matcher answers nothing any more."""
+        """Whether the matcher still works; once the output has become too complex, it does not."""
         return not self._matcher.is_error()
 
     def stand_on(self, tokens: list[int]) -> None:
@@ -251,12 +251,12 @@ class Output:
             raise Refused(f"must allow the output so far, but its token {number}, {new[num_followed]}, is not allowed")
 
     def after(self, path: list[int]) -> bytes | None:
-        """Bits of the tokens that may follow a path below the output; None if the path is not allowed itself.
+        """Bits of the tokens that may follow a path below the output; None if the path itself is not allowed.
 
         Raises Refused if the grammar has become too complex.
         """
         began = time.thread_time()
-        # The matcher is not asked about ends: it takes one that it could do without, and does not count it.
+        # The matcher is not asked about end tokens: it accepts optional ones, and does not count them.
         ends = self._tokenizer.ends
         inside = list(takewhile(lambda token: token not in ends, path))
         if not self._follows(inside):
@@ -288,7 +288,7 @@ class Output:
             require_working(self._matcher)
 
     def _require_quick(self, seconds: float) -> None:
-        """Masks of an ambiguous grammar may each be within the limits, and together delay the sweeps of everybody."""
+        """Each mask of an ambiguous grammar may be within the limits, while together they delay everybody's sweeps."""
         self._num_masks, self._seconds = self._num_masks + 1, self._seconds + seconds
         limits = self._limits
         if self._seconds > 2 * limits.mask_seconds + limits.average_mask_seconds * self._num_masks:

@@ -34,11 +34,11 @@ from bough.security.private_files import read_file
 
 TIMEOUT_SECONDS = 2.0  # to connect, and to answer
 CALL_SECONDS = 6.0  # total for one call: a retry and the wait for a connection included
-AWAITED_SECONDS = 1.0  # total for a call that a request waits for and can do without
-SILENT_SECONDS = 7.0  # how long calls fail at once after a timeout; longer than one probe (CallKind.LOOK) can take
+AWAITED_SECONDS = 1.0  # total for a call that a request waits for, but does not depend on
+SILENT_SECONDS = 7.0  # time after a timeout in which calls fail at once; longer than one probe (CallKind.LOOK) can take
 MAX_CONNECTIONS = 16
 FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")  # URL settings that name files
-Value = str | bytes | int  # an argument of a script
+Value = str | bytes | int  # an argument's type
 SCRIPTS = Path(__file__).parent / "lua"
 PASSWORD_FILE = "password_file"  # its first line is the password; read anew for each connection
 SETTINGS = ("client_name", "db", "password", PASSWORD_FILE, "username")  # allowed in the query, besides ssl_...
@@ -115,7 +115,7 @@ class IndexConnection:
             await self.redis.connection_pool.disconnect()
         else:
             await self.redis.aclose()  # it reconnects on its next call
-        return Unavailable(f"what answers at {self.safe_url} is no index: {exc}")
+        return Unavailable(f"the server at {self.safe_url} is not an index: {exc}")
 
     async def _evaluate(self, script: str, keys: Sequence[str | bytes], args: Sequence[Value]) -> Any:
         """Run a script by its hash, or send its text to a server that does not have it yet."""
@@ -127,7 +127,7 @@ class IndexConnection:
 
 
 class _PasswordOfFile(CredentialProvider):
-    """The first line of a file, which may be another one at the next connection."""
+    """The first line of a file, read anew for each connection."""
 
     def __init__(self, path: str) -> None:
         """Raises ConfigError for a file that cannot be used."""
@@ -150,7 +150,7 @@ class _PasswordOfFile(CredentialProvider):
 
 
 class _CurrentTls(redis.asyncio.SSLConnection):
-    """Reads its certificates for each connection: they may have been renewed since the last one."""
+    """Reads its certificates anew for each connection, as they may have been renewed."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:
         self.ssl_context.context = None
@@ -217,7 +217,7 @@ def read_address(url: str) -> IndexAddress:
     password_file = dict(query).get(PASSWORD_FILE, "")
     if password_file:
         if parts.username or parts.password or {"username", "password"} & dict(query).keys():
-            raise ValueError(f"{PASSWORD_FILE}: must not be given beside a user or a password")
+            raise ValueError(f"{PASSWORD_FILE}: must not be given with a user or a password")
         url = parts._replace(query=urlencode([each for each in query if each[0] != PASSWORD_FILE])).geturl()
     return IndexAddress(url, is_cluster, password_file)
 

@@ -63,7 +63,7 @@ class SessionRecord:
     draft_id: str
     epoch: int
     target_length: int  # tokens that the target is believed to have cached
-    draft_length: int  # the same of the draft
+    draft_length: int  # the same for the draft
     tokens: Sequence[int]
     born_us: int = 0  # start of its first request, in microseconds on the clock of epochs
     model_name: str = ""  # public name
@@ -71,7 +71,7 @@ class SessionRecord:
     weights_hash: str = ""  # of those targets; empty if unknown
 
     def to_json(self) -> str:
-        """All fields but the id, with the length and hash of the tokens in their place."""
+        """All fields except the id, with the tokens' length and hash instead of the tokens."""
         return _sealed(self, "session_id")
 
     @classmethod
@@ -86,7 +86,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """A request, running or finished, with all that is needed to resume it or to repeat its end."""
+    """A running or finished request, with everything needed to resume it or to repeat its end."""
 
     request_id: ScopedId
     session_id: ScopedId
@@ -102,7 +102,7 @@ class RequestRecord:
     weights_hash: str = ""  # of those targets; empty if unknown
 
     def to_json(self) -> str:
-        """All fields but the id, with the length and hash of the tokens in their place."""
+        """All fields except the id, with the tokens' length and hash instead of the tokens."""
         return _sealed(self, "request_id")
 
     @classmethod
@@ -130,7 +130,7 @@ class Claim:
 
 
 class StoredSession(NamedTuple):
-    """What the index has of a session."""
+    """The index's records of a session."""
 
     record: SessionRecord | None
     epoch: int  # the newest that was granted
@@ -149,7 +149,7 @@ def _sealed(record: SessionRecord | RequestRecord, id_name: str) -> str:
 
 
 def _fields(value: Any) -> Any:
-    """Fields of a dataclass as they are, where `asdict` copies them, in each round; or a set's elements, sorted."""
+    """Fields of a dataclass without the copies that `asdict` would make in each round; or a set's elements, sorted."""
     names = getattr(value, "__dataclass_fields__", None)
     return sorted(value) if names is None else {name: getattr(value, name) for name in names}
 
@@ -169,7 +169,7 @@ def _unsealed(stored: Mapping[str, Any], transcript: bytes) -> tuple[int, ...]:
 
 
 def _parsed(kind: type[Value], stored: Mapping[str, Any], **known: Any) -> Value:
-    """A dataclass from its stored fields; what is not there has its default."""
+    """A dataclass from its stored fields; missing fields get their defaults."""
     if not isinstance(stored, dict):
         raise ValueError(f"must be an object, got {stored!r}")
     hints = get_type_hints(kind)
@@ -178,7 +178,7 @@ def _parsed(kind: type[Value], stored: Mapping[str, Any], **known: Any) -> Value
 
 
 def _checked(hint: Any, value: Any) -> Any:
-    """A stored value as what a field is annotated with. Raises ValueError, TypeError or AttributeError."""
+    """A stored value converted to a field's annotated type. Raises ValueError, TypeError or AttributeError."""
     parts = get_args(hint)
     if NoneType in parts:
         return None if value is None else _checked(parts[0], value)
@@ -201,7 +201,7 @@ def _read(data: bytes, make: Callable[[Mapping[str, Any]], Value]) -> Value | No
 
 
 def _plain(kind: type, value: Any, limit: int = MAX_EPOCH) -> Any:
-    """A text that can be sent, a truth value, a natural number below `limit` or a number. Raises ValueError."""
+    """A valid text, boolean, integer from 0 to below `limit`, or number. Raises ValueError."""
     if type(value) not in ((int, float) if kind is float else (kind,)):
         raise ValueError(f"must be of type {kind.__name__}, got {value!r}")
     if kind is int and not 0 <= value < limit:

@@ -111,7 +111,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits for all sessions of a namespace, and separately for all its requests, so that clients cannot fill it."""
+    """Limits for all sessions of a namespace, and separately for all its requests: clients must not fill the index."""
 
     max_records: int = 100_000
     max_bytes: int = 512 * 1024 * 1024
@@ -186,7 +186,7 @@ class Registry:
         read = partial(read_claim, named)
         claim = await self._enter(CallKind.AWAITED, read, "claim_session", Kind.SESSION, named, *args)
         if claim is None:
-            raise StaleEpoch(f"session {named.name}: epoch {epoch} is over; it has been claimed by another")
+            raise StaleEpoch(f"session {named.name}: epoch {epoch} is over; another request has claimed it")
         return claim
 
     async def record_session(self, record: SessionRecord, first_new: int) -> None:
@@ -214,7 +214,7 @@ class Registry:
         """Forget a session after its request. Raises StaleEpoch if it has been claimed since `epoch`."""
         keys, keep = self._entry_keys(Kind.SESSION, session_id), _milliseconds(ENDED_SECONDS)
         if await self._call(CallKind.BEHIND, int, "drop_session", keys, str(session_id), epoch, keep) == STALE:
-            raise StaleEpoch(f"session {session_id.name}: epoch {epoch} is over; it has been claimed by another")
+            raise StaleEpoch(f"session {session_id.name}: epoch {epoch} is over; another request has claimed it")
 
     async def close_session(self, session_id: ScopedId) -> Claim | None:
         """End a session, and return a claim with a newer epoch and its last record; None if it does not exist."""
@@ -236,10 +236,10 @@ class Registry:
     async def note_prefixes(
         self, model_fingerprint: str, hashes: Sequence[int], worker_id: str, first_new: int = 0
     ) -> None:
-        """Record that a worker has cached the prefixes with these `block_hashes`; beyond MAX_PREFIXES the oldest go.
+        """Record that a worker has cached the prefixes with these `block_hashes`; it keeps the newest MAX_PREFIXES.
 
-        Hashes from `first_new` on are written with the age of the one before them, or all as new if the index does
-        not have that one.
+        Hashes from `first_new` on are written with the age of the one before them, or all as new if the index lacks
+        that one.
         """
         keys, limits = (
             [self._keys.leases, self._keys.prefixes(worker_id)],
@@ -270,7 +270,7 @@ class Registry:
             answer = await self._enter(CallKind.BEHIND, int, "record", kind, entry_id, *args)
             if answer == STALE:
                 over = f"{kind.value} {entry_id.name}: epoch {record.epoch} is over"
-                raise StaleEpoch(f"{over}; another has begun, or it was closed")
+                raise StaleEpoch(f"{over}; another request has claimed it, or it was closed")
             if answer != INCOMPLETE:
                 return
 
@@ -392,7 +392,7 @@ async def _beat(registry: Registry, present: Callable[[], WorkerRecord]) -> None
             is_lost = False
         except Unavailable as exc:
             if not is_lost:
-                logger.warning("%s; trying on", exc)
+                logger.warning("%s; trying again", exc)
             is_lost = True
         except Exception:  # a failing `present` must not end the heartbeats
-            logger.exception("a heartbeat failed; trying on")
+            logger.exception("a heartbeat failed; trying again")

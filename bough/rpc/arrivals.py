@@ -1,8 +1,8 @@
-"""Bounds the memory of messages that have not arrived whole.
+"""Bounds the memory of partly received messages.
 
-gRPC buffers what arrives of a message while somebody reads its call; otherwise a stream may send no more than its
-first window (`WINDOW_BYTES`). So every message is read here, in one of a few places and for a limited time, instead of
-by gRPC's own handlers of calls with one message, which read before any code of ours runs.
+gRPC buffers the arriving parts of a message while somebody reads its call; otherwise a stream may send only its first
+window (`WINDOW_BYTES`). So every message is read here, in one of a few places and for a limited time. gRPC's own
+handlers of calls with one message would read before any of our code runs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bough.errors import DeadlineExceeded, Exhausted, InvalidRequest
 from bough.rpc.services import ServicerContext
 from bough.rpc.status_map import abort
 
-WINDOW_BYTES = 16 * 1024  # that a stream may send before its call is read
-MAX_WAITING = 1024  # calls that wait for a place, of a kind of caller
+WINDOW_BYTES = 16 * 1024  # a stream may send this before its call is read
+MAX_WAITING = 1024  # waiting calls of one kind of caller
 RETRY_SECONDS = 1.0
-WAIT_SECONDS = 30.0  # limit for which a call waits for a place
+WAIT_SECONDS = 30.0  # longest wait for a place
 
-# The name by which the running task's call was authenticated; empty where callers are known by their address only.
+# The authenticated name of the running task's caller; empty if callers are known only by their address.
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 
 
@@ -42,7 +42,7 @@ class Arrivals:
     _waiting: dict[str, deque[asyncio.Future[None]]] = field(default_factory=dict)  # by caller, none of them empty
 
     async def read(self, context: ServicerContext) -> bytes | None:
-        """Read the call's next message; None if the caller has ended its side, or was refused as too slow.
+        """Read the call's next message; None if the caller has closed its side, or was refused as too slow.
 
         Raises:
             Exhausted: too many messages are arriving.
@@ -54,8 +54,8 @@ class Arrivals:
             async with asyncio.timeout(self.seconds):
                 data = await context.read()
         except TimeoutError:
-            # The place is freed only when gRPC has sent the status, and with that freed what had arrived.
-            slow = DeadlineExceeded(f"message: must arrive within {self.seconds:g} s, it has not arrived whole")
+            # The place is freed only when gRPC has sent the status, and with it freed the received part.
+            slow = DeadlineExceeded(f"message: must arrive within {self.seconds:g} s, but is incomplete")
             await abort(context, slow, timeout_seconds=None)
             return None
         finally:
@@ -92,7 +92,7 @@ class Arrivals:
                 await turn
         except BaseException as exc:
             turns = self._waiting.get(caller, deque())
-            if turn not in turns:  # it has got a place meanwhile
+            if turn not in turns:  # it has a place by now
                 self._give_back(caller)
             elif len(turns) > 1:
                 turns.remove(turn)
@@ -113,9 +113,9 @@ class Arrivals:
             turns = self._waiting.pop(caller)
             turn = turns.popleft()
             if turns:
-                self._waiting[caller] = turns  # as the last of all
+                self._waiting[caller] = turns  # at the end of the queue
             self._held[caller] += 1
-            if not turn.done():  # one that was cancelled gives its place back when it is woken
+            if not turn.done():  # a cancelled one gives its place back when it is woken
                 turn.set_result(None)
 
     def _exhausted(self) -> Exhausted:
@@ -128,7 +128,7 @@ class Arrivals:
 
 @lru_cache(1024)
 def network(peer: str) -> str:
-    """The address in gRPC's name of a peer, without its port; of IPv6 the network of 64 bits."""
+    """The address in gRPC's name of a peer, without its port; for IPv6 its /64 network."""
     kind, _, rest = peer.partition(":")
     address = unquote(rest).rpartition(":")[0].strip("[]")
     if kind != "ipv6":

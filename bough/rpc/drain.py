@@ -15,8 +15,8 @@ from typing import Any
 from bough.concurrency.tasks import came_true
 from bough.errors import Unavailable
 
-BETWEEN_CALLS_SECONDS = 5.0  # a session that has not called for so long is not in the middle of a request
-ENDING_SECONDS = 5.0  # limit for which a cut-off call may take to free its resources
+BETWEEN_CALLS_SECONDS = 5.0  # after this time without a call a session is not in the middle of a request
+ENDING_SECONDS = 5.0  # time limit for a cut-off call to free its resources
 
 
 class Drainer:
@@ -43,7 +43,7 @@ class Drainer:
         return False
 
     def entering(self, method: str, num_bytes: int) -> AbstractContextManager[None]:
-        """Wraps a call before its message of `num_bytes` is decoded; may raise to refuse it."""
+        """Wraps a call before its message of `num_bytes` is decoded; raises to refuse it."""
         return nullcontext()
 
     @contextmanager
@@ -62,7 +62,7 @@ class Drainer:
         except asyncio.CancelledError:
             if task not in self._cut:
                 raise
-            task.uncancel()  # cut off by us, not by the caller, who gets a status
+            task.uncancel()  # cut off by us, not by the caller, which gets a status
             raise Unavailable(f"{self._refusal}; this call was cut off, and can be resumed there") from None
         finally:
             self._inside.discard(task)

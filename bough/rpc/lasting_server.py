@@ -1,12 +1,12 @@
-"""What grpc.aio lacks to serve strangers for long (grpcio 1.85).
+"""Makes grpc.aio's server safe for untrusted callers and long uptimes (grpcio 1.85).
 
-It decodes a call's method name as UTF-8 in the loop that accepts all calls; an invalid name ends that loop, and so the
-server, for which a stranger needs a single packet. Calls of registered methods take another path, without decoding
+First, grpc.aio decodes a call's method name as UTF-8 in the loop that accepts all calls. An invalid name ends that loop
+and so the server: a stranger needs only one packet. Calls of registered methods take another path, which decodes no
 names; calls of other methods are refused here before their names are decoded.
 
-It frees what a batch of operations has allocated in C in the coroutine that awaits the batch, if that succeeds: of a
-call whose peer has gone meanwhile, or whose task was cancelled, it keeps up to a kilobyte for ever
-(https://github.com/grpc/grpc/issues/43360). Here batches are freed however their calls end.
+Second, it frees the C memory of a batch of operations in the coroutine that awaits the batch, and only on success. If
+the peer has gone, or the task was cancelled, up to a kilobyte leaks (https://github.com/grpc/grpc/issues/43360). Here
+batches are freed however their calls end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpc.aio import _server
 
 from bough.errors import ConfigError
 
-MAX_REFUSALS = 256  # being sent at once, some to peers that do not read; further calls are dropped
+MAX_REFUSALS = 256  # refusals sent at once, some to peers that do not read; further calls are dropped
 Batch = Coroutine[asyncio.Future[None], None, None]
 _execute_batch = getattr(cygrpc, "execute_batch", None)
 
@@ -36,7 +36,7 @@ class _KnownCalls(cygrpc.AioServer):  # type: ignore[misc]  # it has no types
         self._refusals: set[asyncio.Task[None]] = set()
 
     async def _request_call(self) -> Any:
-        """Called by gRPC for the next call of an unregistered method; never returns one."""
+        """Called by gRPC for the next call of an unregistered method; never returns."""
         while True:
             self._refuse(await super()._request_call())  # no variable holds the call: it ends with its last reference
 
@@ -54,16 +54,16 @@ async def _unimplemented(call: Any) -> None:
 
 
 class LastingServer(_server.Server):
-    """A server of grpc.aio that refuses calls of unregistered methods and goes on; services register all theirs."""
+    """A server of grpc.aio that refuses calls of unregistered methods; services register all of theirs."""
 
     def __init__(
         self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]], max_calls: int
     ) -> None:
-        """Raises ConfigError if grpcio accepts calls in another way, which this class would not cover."""
+        """Raises ConfigError if this version of grpcio accepts calls in a way that this class does not cover."""
         for method in ("_request_call", "_request_registered_call"):
             if not iscoroutinefunction(getattr(cygrpc.AioServer, method, None)):
                 raise ConfigError(
-                    f"grpcio: must be a version whose server has {method}, as 1.85 has, got {grpc.__version__}: any "
+                    f"grpcio: must be a version whose server has {method}, such as 1.85, got {grpc.__version__}: any "
                     "stranger could end this server"
                 )
         self._loop = cygrpc.get_working_loop()
@@ -71,16 +71,16 @@ class LastingServer(_server.Server):
 
 
 def free_batches() -> None:
-    """Have all later calls of this process, as a server and as a client, free their batches.
+    """Make all later calls of this process, as a server and as a client, free their batches.
 
-    A grpcio without this function, which is not of its public interface, is left as it is.
+    Does nothing with a grpcio that lacks the private function.
     """
     if _execute_batch is not None:
         cygrpc.execute_batch = execute_batch
 
 
 async def execute_batch(call: Any, operations: tuple[Any, ...], loop: asyncio.AbstractEventLoop) -> None:
-    """Await gRPC's function of this name, which goes on to where it frees the batch also if this one is cancelled."""
+    """Await gRPC's function of this name, which frees the batch even if the awaiting task is cancelled."""
     assert _execute_batch is not None
     batch: Batch = _execute_batch(call, operations, loop)
     ended = batch.send(None)  # it awaits the end of the batch
@@ -94,7 +94,7 @@ async def execute_batch(call: Any, operations: tuple[Any, ...], loop: asyncio.Ab
 
 
 def _free(batch: Batch, ended: asyncio.Future[None]) -> None:
-    """Let gRPC's coroutine go on behind what it awaits, where it frees the batch; a failure would end it before."""
+    """Resume gRPC's coroutine after its await, where it frees the batch; a failure would end it earlier."""
     if ended.exception() is not None:
         ended.__init__(loop=ended.get_loop())  # type: ignore[misc]  # as new, so that it can have a result
         ended.set_result(None)

@@ -1,4 +1,4 @@
-"""Counts the entries of a message's lists before it is decoded, as too many would take much memory."""
+"""Counts the entries of a message's lists before it is decoded, as large lists take much memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from bough.errors import InvalidRequest
 
 LENGTH = 2  # wire type of texts, messages and packed lists: a number of bytes, and these bytes
-FIXED_BYTES = {1: 8, 5: 4, 3: 0, 4: 0}  # of the values of other wire types; what a group contains is read as fields
+FIXED_BYTES = {1: 8, 5: 4, 3: 0, 4: 0}  # bytes of values of other wire types; a group's contents are read as fields
 MAX_VARINT_BYTES = 10
 NEVER_PACKED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE)
 
@@ -77,7 +77,7 @@ def _countable(descriptor: Descriptor) -> dict[int, Countable]:
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """The number at a place, with the place after it."""
+    """The number at an offset, and the offset after it."""
     if place < len(data) and data[place] < 0x80:
         return data[place], place + 1
     number = 0

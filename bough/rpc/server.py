@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 MAX_STREAMS = 1024  # limit of a connection; further calls wait at the caller
 MAX_CALLS = 8192  # limit of a server for all calls
-HANDSHAKE_SECONDS = 20.0  # for which a connection may take to begin speaking HTTP/2
-IDLE_SECONDS = 600.0  # after its last call a connection is closed; clients reconnect when needed
+HANDSHAKE_SECONDS = 20.0  # time limit for a new connection to start HTTP/2
+IDLE_SECONDS = 600.0  # idle time after which a connection is closed; clients reconnect when needed
 MAX_METADATA_BYTES = 16 * 1024  # limit of a call's headers
 MAX_HEALTH_BYTES = 4096  # limit of a message to grpc.health.v1, which needs no key
-SETTINGS_SECONDS = 10.0  # in which a connection must accept the limits of its streams
-LASTING_SECONDS = 1e6  # for which calls may go on once their port is closed: until the server is stopped
+SETTINGS_SECONDS = 10.0  # time limit for a connection to accept its streams' limits
+LASTING_SECONDS = 1e6  # calls may continue after their port is closed, until the server is stopped
 
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 20_000),
@@ -51,7 +51,7 @@ _SERVER_OPTIONS = [
     *_SIZES,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
-    ("grpc.http2.max_deallocating_streams", MAX_STREAMS),  # ended, and not yet freed
+    ("grpc.http2.max_deallocating_streams", MAX_STREAMS),  # ended, but not freed yet
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),  # otherwise it makes the window of every stream 4 MiB
     ("grpc.http2.settings_timeout", round(1000 * SETTINGS_SECONDS)),
@@ -74,12 +74,12 @@ Answered: TypeAlias = Callable[[ServicerContext], Awaitable[Any]]
 
 
 MAX_WATCHERS = 256  # streams; Check calls are limited by the number of connections
-WRITE_SECONDS = 10.0  # for which a watcher may take to read an update
+WRITE_SECONDS = 10.0  # time limit for a watcher to read an update
 RETRY_SECONDS = 5.0
 
 
 class HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # it has no types
-    """The library's service writes its streams one after another, so that a stalled one blocks all; this does not."""
+    """The health service. The library's own writes its streams one after another: a stalled one blocks all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,14 +107,14 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # it has 
             await changed.wait()
 
     async def _set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        """Override of the base class, through which all changes go."""
+        """Override of the base class; all changes call it."""
         self._server_status[service] = status
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
 async def write(context: ServicerContext, reply: Any, stalled_seconds: float | None) -> None:
-    """Send a reply of a stream. Raises DeadlineExceeded if its reader takes nothing for so long, or Unavailable."""
+    """Send a reply of a stream. Raises DeadlineExceeded if its reader stalls for this time, or Unavailable."""
     try:
         async with asyncio.timeout(stalled_seconds):
             await context.write(reply)
@@ -138,11 +138,11 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Reads messages, passes every call through the drainer, and maps errors of servicers to statuses.
 
-    Handlers take a stream of messages whatever their method has, so that gRPC reads none by itself (see `arrivals`).
+    All handlers take a stream of messages: gRPC must not read any by itself (see `arrivals`).
     """
 
     gate: Drainer
-    stalled_seconds: float | None = None  # limit for which a stream's reader may take nothing
+    stalled_seconds: float | None = None  # longest time for which a stream's reader may stall
     of_health: Arrivals = field(default_factory=lambda: Arrivals(16, 4, 5.0, MAX_HEALTH_BYTES))
     of_others: Arrivals = field(default_factory=lambda: Arrivals(64, 32, 30.0, MAX_MESSAGE_BYTES))
 
@@ -172,7 +172,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def run(context: ServicerContext) -> Any:
             data = await arrivals.read(context)
             if data is None:
-                if context.done():  # it has been refused as too slow
+                if context.done():  # it was refused as too slow
                     return None
                 raise InvalidRequest("request", "must be a message", "none")
             with self.gate.entering(method, len(data)):
@@ -236,7 +236,7 @@ class Served:
     port: int
     service: str
     gate: Drainer
-    close_port: Callable[[], None]  # frees it for another process: no call comes in, and those that run go on
+    close_port: Callable[[], None]  # frees the port for another process: no call comes in, and running calls continue
     _health: HealthService
 
     async def set_ready(self, is_ready: bool) -> None:
@@ -245,7 +245,7 @@ class Served:
         await self._health.set(self.service, status.SERVING if is_ready else status.NOT_SERVING)
 
     async def leave(self) -> None:
-        """Set health to NOT_SERVING permanently, also of the empty name, so that balancers send nobody here."""
+        """Set health to NOT_SERVING permanently, also for the empty name: balancers then send no calls here."""
         await self._health.enter_graceful_shutdown()
 
     async def drain(self, refusal: str, timeout_seconds: float) -> None:
@@ -253,7 +253,7 @@ class Served:
         await self.leave()
         self.gate.stop_accepting(refusal)
         if not await self.gate.wait_idle(timeout_seconds):
-            logger.warning("not everything was finished in %g s: the rest is cut off", timeout_seconds)
+            logger.warning("some calls did not finish in %g s, and are cut off", timeout_seconds)
         await self.gate.cut()
 
 
@@ -273,9 +273,9 @@ async def serving(
     """Run a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
 
     `auth_interceptors` come first, after the interceptor that sets the log context. With `credentials` only TLS is
-    spoken.
+    accepted.
 
-    A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection older than
+    A stream whose reader stalls for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection older than
     `max_connection_age` seconds accepts no new calls, and closes when its calls have ended; 0 is no limit.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The services of `proto/` as gRPC takes them, made from their descriptors: stubs for clients, handlers for servers."""
+"""gRPC stubs and handlers for the services of `proto/`, made from their descriptors."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def add_service(
     server: grpc.aio.Server,
     decoders: Mapping[str, Callable[[bytes], Any]] = MappingProxyType({}),
 ) -> None:
-    """Have a server answer those methods of a service that `servicer` has, by the same names.
+    """Register with a server the methods of a service that `servicer` has, by the same names.
 
-    `decoders` decode the requests of the methods that they have; those of others are decoded by protobuf.
+    `decoders` decode the requests of their methods; protobuf decodes all others.
     """
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:

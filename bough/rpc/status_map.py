@@ -1,7 +1,7 @@
 """Maps errors to gRPC statuses and back; the only place that knows which error is which status.
 
-gRPC has one status for all failed TLS connections, with its own words and those of its TLS library: here they are
-explained in terms of what a client can change.
+gRPC has one status for all failed TLS connections, with its TLS library's text. Here it is translated into what a
+client can change.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ ERROR_NAMES = {kind.__name__: kind for kind in STATUS_OF}
 ERROR_KEY, LENGTH_KEY, HASH_KEY = "bough-error", "bough-held-length", "bough-held-hash"  # trailing metadata
 EPOCH_KEY = "bough-epoch"
 FIELD_KEY, GOT_KEY = "bough-field-bin", "bough-got-bin"  # parts of the text, in UTF-8
-MAX_PART_BYTES = 512  # longer parts are in the text alone
+MAX_PART_BYTES = 512  # longer parts are only in the text
 DETAILS_KEY = "grpc-status-details-bin"  # a google.rpc.Status, which any gRPC client can read
-ABORT_SECONDS = 1.0  # for which a status waits for a peer that does not read
+ABORT_SECONDS = 1.0  # longest wait to send a status to a peer that does not read
 AUTHORITY = "--tls-ca (BOUGH_TLS_CA)"
-MEANINGS = (  # of words in gRPC's details; the first match counts
+MEANINGS = (  # meanings of words in gRPC's details; the first match counts
     ("certificate has expired", "its certificate must be valid now"),
     ("CERTIFICATE_VERIFY_FAILED", f"its certificate must be of the authority in {AUTHORITY}"),
     ("Hostname Verification", "its certificate must have the name in the address"),
     (
         "WRONG_VERSION_NUMBER",
-        f"it does not speak TLS: the address must have no grpcs://, and {AUTHORITY} not be given",
+        f"it does not speak TLS: the address must have no grpcs://, and {AUTHORITY} must not be given",
     ),
     ("http1.x server", "it speaks HTTP: the address must be that of the gRPC API, such as 127.0.0.1:7411"),
 )
 CONNECTION_REFUSED, REFUSED = "Connection refused", "nothing listens there"
 CONNECTING = "failed to connect"
-CLOSED = ("Socket closed", "Connection reset", "recvmsg")  # by a server that was connected to
+CLOSED = ("Socket closed", "Connection reset", "recvmsg")  # after the connection was established
 CLOSED_MEANING = (
-    f"where it speaks TLS, the address must be grpcs://HOST:PORT, or {AUTHORITY} be given; where it asks for a "
-    "certificate, --tls-cert and --tls-key"
+    f"if it speaks TLS, the address must be grpcs://HOST:PORT, or {AUTHORITY} must be given; if it requires a "
+    "certificate, also --tls-cert and --tls-key"
 )
 
 
 def to_error(exc: grpc.aio.AioRpcError | grpc.Call, address: str) -> BoughError:
-    """The error that a peer reported, or that its silence means."""
+    """The error that a peer reported, or the one for no answer."""
     metadata = dict(tuple(exc.trailing_metadata() or ()))  # pairs: it iterates over them, unlike a mapping
     details = exc.details() or exc.code().name
     kind = ERROR_NAMES.get(str(metadata.get(ERROR_KEY)))
@@ -95,7 +95,7 @@ def to_error(exc: grpc.aio.AioRpcError | grpc.Call, address: str) -> BoughError:
 
 
 def _of_field(kind: type[FieldError], details: str, field: str, got: str) -> FieldError:
-    """The error with this text; a part that metadata lack stays in the problem."""
+    """The error with this text; a part that is missing in the metadata stays in the problem."""
     whole = details.removeprefix(f"{field}: ") if field else details
     problem = whole.removesuffix(f", got {got}")
     return kind(field, problem, None if problem == whole else got)
@@ -156,14 +156,14 @@ async def abort(context: ServicerContext, exc: Exception, timeout_seconds: float
 
 
 def free_frames(exc: BaseException | None) -> None:
-    """Free what the calls that raised an error had in use, such as a decoded message, while its status is sent."""
+    """Free the local variables of an error's frames, such as a decoded message, while its status is sent."""
     while exc is not None:
         exc.__traceback__ = None
         exc = exc.__cause__ or exc.__context__
 
 
 def explained(details: str) -> str:
-    """gRPC's details of a failed call, preceded by their meaning if they are about TLS."""
+    """gRPC's details of a failed call, with an explanation if they are about TLS."""
     meanings = [text for words, text in MEANINGS if words in details]
     if CONNECTING in details and any(words in details for words in CLOSED):
         meanings.append(CLOSED_MEANING)

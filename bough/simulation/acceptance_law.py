@@ -23,7 +23,7 @@ PUBLISHED = {
     "llama-3-70b-8b-cnn-dailymail": LLAMA_3_CNN,
 }
 HOSTILE_RANKS = 16
-MOST_RANKS = 256  # fewer than there are words, as the guesses for a position are distinct
+MOST_RANKS = 256  # fewer than the words, as the guesses for a position are distinct
 Rows = tuple[tuple[float, ...], ...]  # [depth][rank]; the last row also applies to all deeper nodes
 NO_ROWS: Rows = ()
 
@@ -90,7 +90,7 @@ VECTORS = {"by_rank": ("vector",), "by_depth": ("vectors",), "drifting": ("first
 @as_written
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """The fields that are no vectors."""
+    """The fields other than vectors."""
 
     over_positions: Count = 1
     spread: Annotated[float, Field(ge=0, le=0.99)] = 0.0
@@ -107,7 +107,7 @@ def read_acceptance_law(value: Any) -> AcceptanceLaw:
     if not isinstance(kind, str) or kind not in VECTORS:
         raise refusal("acceptance.kind", kind, f"one of {', '.join(VECTORS)}")
     if (kind == "drifting") != ("over_positions" in value):
-        raise refusal("acceptance.over_positions", value.get("over_positions"), "given where kind is drifting, only")
+        raise refusal("acceptance.over_positions", value.get("over_positions"), "given only if kind is drifting")
     own = {name: given for name, given in value.items() if name not in ("kind", *VECTORS[kind])}
     numbers = read(_Numbers, "acceptance", own)
     rows = [_probs(f"acceptance.{name}", value.get(name)) for name in VECTORS[kind]] or [((0.0,) * HOSTILE_RANKS,)]

@@ -45,7 +45,7 @@ class SimulatedClock:
 
 
 class Line:
-    """The connection to one worker. Failures are a function of the call's number, so that runs are repeatable."""
+    """The connection to one worker. Failures are a function of the call's number, so runs are repeatable."""
 
     def __init__(self, worker: str, profile: Profile, clock: SimulatedClock) -> None:
         """`worker` is "target" or "draft"."""
@@ -54,7 +54,7 @@ class Line:
 
     @asynccontextmanager
     async def crossed(self) -> AsyncIterator[None]:
-        """Delay a call on both ways and inject failures.
+        """Delay a call in both directions and inject failures.
 
         Raises:
             Unavailable: a failure of the profile is active.

@@ -40,7 +40,7 @@ def key_of(text: str) -> int:
 
 @lru_cache(maxsize=4096)
 def _mixed_numbers(*numbers: int) -> Keys:
-    """`mixed` of Python's numbers alone, kept because most keys begin with the same few."""
+    """`mixed` of Python's numbers only; cached, as most keys begin with the same few."""
     key = _continued(np.zeros((), np.uint64), numbers)
     key.setflags(write=False)
     return key

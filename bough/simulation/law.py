@@ -29,7 +29,7 @@ _REACH = 45.0  # the integrand is negligible beyond this exponent
 
 
 class StatedCandidates(NamedTuple):
-    """A draft's candidate children of some nodes, likeliest first."""
+    """A draft's candidate children for some nodes, likeliest first."""
 
     tokens: NDArray[np.int32]  # (num_nodes, num_ranks), distinct within a row
     log_probs: NDArray[np.float32]  # (num_nodes, num_ranks), as the draft states them
@@ -100,9 +100,9 @@ class Law:
         """Candidate children of n nodes, at the absolute `positions` of the children.
 
         `path_is_true` (n,) says whether a node and all its ancestors are true tokens; otherwise the true token is not
-        among the candidates. `salts` is any hash of a path, to distinguish wrong paths. `depths` are the nodes' levels
-        below the root, for distributions by depth. `true_tokens` (n,) are those that a grammar demands, if
-        they are not the law's.
+        among the candidates. `salts` is any hash of a path, and distinguishes wrong paths. `depths` are the nodes'
+        levels below the root, for distributions by depth. `true_tokens` (n,) replace the law's tokens if a grammar
+        demands others.
         """
         shape = path_is_true.shape
         salt = np.where(path_is_true, np.uint64(_ON_PATH), np.asarray(salts).astype(np.uint64))
@@ -113,7 +113,7 @@ class Law:
         right = np.flatnonzero(path_is_true & (true_ranks < self.num_ranks))
         if true_tokens is None:
             true_tokens = self.truth(seed, positions)
-        else:  # those that would be wrong without a grammar
+        else:  # the wrong candidates without a grammar
             tokens = np.where(tokens == true_tokens[:, None], self._word(truth)[:, None], tokens)
         tokens[right, true_ranks[right]] = true_tokens[right]
         return StatedCandidates(tokens, stated)
@@ -198,7 +198,7 @@ def _beta_levels(mean: float, concentration: float) -> FloatArray:
     """(NUM_LEVELS,) ascending means of equally probable slices of a Beta distribution with mean `mean`.
 
     Over logits its density is x^a (1-x)^b, which is smooth for any a and b. An integral takes milliseconds, and
-    a profile has hundreds, so they are kept; nobody may change the array.
+    a profile has hundreds, so results are cached; callers must not change the array.
     """
     a, b = mean * concentration, (1 - mean) * concentration
     centre = np.log(mean / (1 - mean))
@@ -212,6 +212,6 @@ def _beta_levels(mean: float, concentration: float) -> FloatArray:
     moments = np.interp(np.linspace(0, mass[-1], NUM_LEVELS + 1), mass, moment)
     levels = np.clip(np.diff(moments) / mass[-1] * NUM_LEVELS, 0.0, 1.0)
     found = float(levels.mean())
-    if found < mean:  # scaled towards 1 or 0, so that the integration's error does not move the mean
+    if found < mean:  # scaled towards 1 or 0 to keep the mean exact despite the integration's error
         return np.asarray(1 - (1 - levels) * ((1 - mean) / (1 - found)))
     return np.asarray(levels * (mean / found))

@@ -41,10 +41,10 @@ LINK_BYTES = 1000**3  # bytes that the link is reported to carry in a second
 
 
 class SweepSeconds(NamedTuple):
-    """Where the time of one sweep goes."""
+    """The parts of one sweep's time."""
 
     total: float
-    waited: float  # of those, for the link
+    waited: float  # part of it waiting for the link
     link: float  # the link was busy
 
 
@@ -77,7 +77,7 @@ class TargetProfile:
     jitter: Jitter = 0.0  # relative standard deviation, lognormal with mean 1
     max_nodes: Count = 512
     max_context: Annotated[int, Field(ge=2)] = 4096
-    max_sweep_rows: Annotated[int, Field(ge=8)] = 1024  # at least max_nodes, as a sweep has whole trees
+    max_sweep_rows: Annotated[int, Field(ge=8)] = 1024  # at least max_nodes, as a sweep contains whole trees
     kv_tokens: Count = 65536
 
     def padded(self, num_rows: int) -> int:
@@ -270,9 +270,7 @@ def _check(profile: Profile) -> None:
     """Check fields against one another; raises ConfigError."""
     target = profile.target
     if target.compute_curve and (target.compute_base_seconds or target.compute_row_seconds):
-        raise refusal(
-            "target.compute_curve", "given", "empty where compute_base_seconds or compute_row_seconds is given"
-        )
+        raise refusal("target.compute_curve", "given", "empty if compute_base_seconds or compute_row_seconds is given")
     if target.max_sweep_rows < target.max_nodes:
         raise refusal("target.max_sweep_rows", target.max_sweep_rows, f"at least max_nodes, {target.max_nodes}")
     if (experts := target.experts) and experts.experts_per_token > experts.num_experts:
@@ -282,4 +280,4 @@ def _check(profile: Profile) -> None:
             f"at most num_experts, {experts.num_experts}",
         )
     if not target.sweep_seconds(1):
-        raise refusal("target.compute_base_seconds", 0.0, "above 0 where nothing else takes time: a sweep takes some")
+        raise refusal("target.compute_base_seconds", 0.0, "above 0 if nothing else takes time, as a sweep takes some")

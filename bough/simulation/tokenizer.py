@@ -13,8 +13,8 @@ from bough.tokenization.vocabulary import TokenizerFiles
 SYLLABLES = ("ka", "lo", "mi", "ne", "ru", "sa", "to", "vi")
 BEGIN_TOKEN, END_TOKEN = NUM_BYTES, NUM_BYTES + 1
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-_BLANK = "Ġ"  # a space in byte-level spelling
-# Calls of tools are written as Hermes' are: as they are generated.
+_BLANK = "Ġ"  # a space in byte-level notation
+# Tool calls have Hermes' format, as they are generated.
 CHAT_TEMPLATE = (
     "{% for t in tools or [] %}{% if loop.first %}tools:\n{% endif %}{{ t.function | tojson }}\n{% endfor %}"
     "{% for m in messages %}{{ m['role'] }}:{% if m.content or not m.tool_calls %} {{ m['content'] }}{% endif %}"

@@ -1,7 +1,7 @@
-"""The target's text below a root: the law's, or if the request has a grammar, tokens that this allows.
+"""The target's text below a root: the law's, or tokens that the request's grammar allows.
 
-A token of such a text is a function of seed, position and what is allowed there, which follows from the tokens before.
-So it is the same with any tree, at any worker, and a draft knows it as well as the target does.
+A token is a function of seed, position and the allowed tokens there, which follow from the earlier tokens. So it is the
+same with any tree and at any worker, and a draft knows it as well as the target does.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
 from bough.simulation.tokenizer import END_TOKEN, byte_token
 
 AHEAD = 16  # tokens of a text without a grammar that are computed together
-LONG = 200  # tokens of an output, after which all that can be closed is closed
+LONG = 200  # tokens of an output after which everything is closed if possible
 _CLOSE, _CHOOSE = 11, 12  # uses of random numbers
 
 
 class Closing(NamedTuple):
-    """A token that ends a part of an output, and how often it is drawn where it is allowed."""
+    """A token that ends a part of an output, and how often it is drawn if it is allowed."""
 
     token: int
     rate: float
@@ -43,7 +43,7 @@ CLOSINGS = (
     STRING_END,
     Closing(byte_token(","), 0.75),
 )
-CLOSINGS_IN_STRINGS = END, STRING_END  # where brackets are text
+CLOSINGS_IN_STRINGS = END, STRING_END  # brackets are text inside these
 
 
 def _among(tokens: Sequence[int]) -> NDArray[np.bool_]:
@@ -55,9 +55,9 @@ def _among(tokens: Sequence[int]) -> NDArray[np.bool_]:
 _SIGNS = [byte_token(chr(code)) for code in range(ord("!"), ord("~") + 1)]
 _WORDS = range(FIRST_WORD, FIRST_WORD + NUM_WORDS)
 _BLANKS = [byte_token(blank) for blank in " \n\t\r"]
-FREE = [byte_token("\n"), *_SIGNS, *_WORDS]  # all are allowed in text of no form
-# What is drawn if any of it is allowed, else what is next in the list; blanks come last. An exponent would soon make a
-# number infinite, and an escape a text ugly.
+FREE = [byte_token("\n"), *_SIGNS, *_WORDS]  # all are allowed in free text
+# Drawn in this order of preference; blanks come last. Exponents would soon make a number infinite, and escapes a text
+# ugly.
 TIERS = (
     _among([token for token in _SIGNS if token not in map(byte_token, "eE\\")]),
     _among(_SIGNS),
@@ -92,11 +92,11 @@ class TrueText:
             allowed.stand_on(list(map(int, held[prompt_length:])))
 
     def is_below(self, held: Sequence[int], root: int, sampling: SamplingParams) -> bool:
-        """Whether this is the text below such a root."""
+        """Whether this is the text below the root of these tokens."""
         return self._place == ([*held, root], sampling)
 
     def __getitem__(self, index: int) -> int:
-        """The token at so many places after the first one below the root."""
+        """The token at this offset from the first one below the root."""
         while len(self._tokens) <= index:
             self._tokens += self._law_text() if self._allowed is None else [self._next_allowed(self._allowed)]
         return self._tokens[index]
@@ -116,15 +116,15 @@ class TrueText:
 
 
 def allowed_token(law: Law, seed: int, position: int, following: NDArray[np.bool_], last: int, num_before: int) -> int:
-    """The true token at a position among those that are allowed (vocab_size,), after `num_before` tokens of output.
+    """The true token at a position among the allowed ones (vocab_size,), after `num_before` tokens of output.
 
-    It is the law's where that is allowed, but what can be closed is closed before long. `last` is the token before it,
-    so that strings are not empty.
+    It is the law's if that is allowed, but open structures are closed before long. `last` is the token before it; it
+    prevents empty strings.
     """
     here = np.array([position])
     if following[FREE].all() and following[token := int(law.truth(seed, here)[0])]:
         return token
-    # A colon is text, or there is nothing else but blanks.
+    # A colon is text, or only blanks are allowed besides it.
     closings, tiers = (CLOSINGS_IN_STRINGS, TIERS_IN_STRINGS) if following[COLON] else (CLOSINGS, TIERS)
     closing = next((each for each in closings if following[each.token]), None)
     others = following.copy()

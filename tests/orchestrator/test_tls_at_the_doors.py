@@ -113,7 +113,7 @@ async def test_a_client_that_does_not_fit_is_refused_with_the_reason_at_once(doo
     stranger = await refused(door.client(knowing(tmp_path, STRANGER, "stranger")))
     assert "its certificate must be of the authority in --tls-ca (BOUGH_TLS_CA)" in stranger
     plain = await refused(door.client(CertificateFiles()))
-    assert "where it speaks TLS, the address must be grpcs://HOST:PORT, or --tls-ca (BOUGH_TLS_CA) be given" in plain
+    assert "if it speaks TLS, the address must be grpcs://HOST:PORT, or --tls-ca (BOUGH_TLS_CA) must be given" in plain
     await change(door, AUTHORITY, "elsewhere")
     named = await refused(door.client(knowing(tmp_path)))
     assert "its certificate must have the name in the address" in named
@@ -153,7 +153,8 @@ async def test_https_at_the_door_of_plain_http_ends_at_once(tmp_path: Path) -> N
         address = f"127.0.0.1:{orchestrator.port}"
         told = await refused(Client(address, patience_seconds=0.0, certificates=knowing(tmp_path)))
         assert (
-            "it does not speak TLS: the address must have no grpcs://, and --tls-ca (BOUGH_TLS_CA) not be given" in told
+            "it does not speak TLS: the address must have no grpcs://, and --tls-ca (BOUGH_TLS_CA) must not be given"
+            in told
         )
 
 

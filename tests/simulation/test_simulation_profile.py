@@ -132,7 +132,7 @@ def test_jitter_keeps_the_mean_and_can_be_repeated() -> None:
             -0.01,
             "target.compute_row_seconds: must be greater than or equal to 0, got -0.01",
         ),
-        ("target.compute_curve", [[1, 1], [2, 2]], "target.compute_curve: must be empty where"),
+        ("target.compute_curve", [[1, 1], [2, 2]], "target.compute_curve: must be empty if"),
         (
             "target.compute_curve",
             [[1, 1], [2, 0.5]],
