@@ -1,6 +1,6 @@
-"""Users of a fleet who think, ask and wait, and what to buy for them (`bough simulate`): a network around a `World`.
+"""Capacity of a fleet (`bough simulate`): a closed network of users around a `World`, and the value of more hardware.
 
-Of many identical targets only a share is simulated, and of many waiting users only as many as keep all slots taken.
+Only a share of many identical targets is simulated, and of many waiting users only enough to fill all slots.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from simulator.guesses import PooledText
 from simulator.scenario import CapacityReport, Percentiles, Purchase, RequestKind, Scenario
 from simulator.world import Process, Session, SweepRecord, World
 
-LEAST_REQUESTS, MOST_REQUESTS = 30, 150  # measured; within these, half as many as there are users
-LEAST_LEFT_OUT, MOST_LEFT_OUT = 2, 100  # before measuring, likewise, as all users begin at once
-CROWD = 2.0  # users, as a multiple of the KV slots, beyond which more users only wait longer
+LEAST_REQUESTS, MOST_REQUESTS = 30, 150  # limits of measured requests; within these, half the number of users
+LEAST_LEFT_OUT, MOST_LEFT_OUT = 2, 100  # requests before measuring, with the same rule, as all users begin at once
+CROWD = 2.0  # users per KV slot; more users only wait longer
 DEFAULT_SIZE, MAX_DEPTH = BestFirst(64, 16, 7), 24  # an orchestrator's defaults
 RESIDENT_SHARE = 0.25  # share of the streamed weights that added memory holds
 LINK_SPEED = 2.0  # speed-up of a link, as of the next generation of PCIe
@@ -41,7 +41,7 @@ def simulate(scenario: Scenario) -> CapacityReport:
     The waiting time of users who are not simulated follows from Little's law.
 
     Raises:
-        ConfigError: a request does not fit a target, or no request ends within the rounds that are simulated.
+        ConfigError: a request does not fit a target, or no request ends within the simulated rounds.
     """
     scenario.check()
     share, num_shares = scenario.sliced()
@@ -94,7 +94,7 @@ class _Simulation:
         return measured
 
     def _user(self) -> Process:
-        """Ask, wait for the answer, and think; at first in the midst of an answer, or of thinking."""
+        """Ask, wait for the answer, and think; starts in the middle of an answer or of thinking."""
         scenario, random, env = self._scenario, self._random, self._world.env
         share = 1.0
         if not scenario.requests_each:
@@ -154,8 +154,8 @@ class Measured:
     draft_busy: list[float] = field(default_factory=list)  # busy seconds of each draft, at the end
     num_rounds: int = 0
     num_tokens: int = 0
-    num_preemptions: int = 0  # of sessions by older ones; until the end, those before the warm-up's end
-    num_counted: int = 0  # of num_rounds, those since the warm-up
+    num_preemptions: int = 0  # preemptions by older sessions; until the end, those during the warm-up
+    num_counted: int = 0  # the rounds since the warm-up
     num_nodes: int = 0  # of their trees
     num_levels: int = 0
     _draft_busy_before: list[float] = field(default_factory=list)
@@ -181,7 +181,7 @@ class Measured:
 
     @property
     def requests_per_second(self) -> float:
-        """Requests per second, of all users, by their tokens: some that end were asked before the warm-up's end."""
+        """Requests per second of all users, derived from tokens, as some requests began before the warm-up's end."""
         tokens_of_one = sum(each.num_tokens for each in self.requests) / max(1, len(self.requests))
         return self.num_tokens / max(1.0, tokens_of_one) / self.seconds
 
@@ -193,7 +193,7 @@ class Measured:
 
 
 def report(measured: Measured, scenario: Scenario, num_shares: int, more_wait: float) -> CapacityReport:
-    """The report on a scenario of which one of `num_shares` shares was simulated, with `more_wait` added to waits.
+    """The report on a scenario, of which one of `num_shares` shares was simulated, with `more_wait` added to waits.
 
     Raises:
         ConfigError: no request ended.
@@ -216,7 +216,7 @@ def report(measured: Measured, scenario: Scenario, num_shares: int, more_wait: f
     inner = [each for each in requests if each.num_tokens > 1]
     rates = [each.num_tokens / (each.latency + more_wait) for each in requests]
     asked, tokens = num_shares * measured.requests_per_second, num_shares * measured.num_tokens / seconds
-    if scenario.think_seconds:  # by Little's law: who thinks how long is known, and would be chance in a short run
+    if scenario.think_seconds:  # by Little's law: the mean thinking time is known, while a short run's sample is random
         asked = scenario.num_users / (scenario.think_seconds + float(latencies.mean()))
         tokens = asked * sum(each.num_tokens for each in requests) / len(requests)
     return CapacityReport(
@@ -257,7 +257,7 @@ def purchases(scenario: Scenario, now: CapacityReport) -> list[Purchase]:
     """All applicable changes, sorted by a user's gain in tokens per second, then by gain in latency."""
     found = []
     for name, changed in _changes(scenario):
-        with suppress(ConfigError):  # with more KV memory so many are answered at once that none may end in time
+        with suppress(ConfigError):  # with more KV memory so many requests run at once that none may end in time
             found.append(_purchase(name, simulate(changed), now))
     return sorted(found, key=lambda each: (-round(each.user_gain, 3), -each.p95_latency_gain))
 

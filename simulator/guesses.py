@@ -1,4 +1,4 @@
-"""What simulated drafts guess, and which guesses are true: the texts of sessions in a `World`."""
+"""The texts of sessions in a `World`: the guesses of simulated drafts, and the true tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from draft_worker.growth.grower import BestFirstGrower, Candidates
 from target_worker.verification.verify import walk
 
 BRANCH = 16  # most children of a node, the draft workers' default
-POOLED_NODES = 4096  # of all trees of one way to grow them, within the next numbers
-LEAST_POOLED, MOST_POOLED = 32, 128  # trees of one way to grow them
+POOLED_NODES = 4096  # nodes of all trees grown in one way, within the next numbers
+LEAST_POOLED, MOST_POOLED = 32, 128  # trees grown in one way
 MOST_TREES = 4096  # kept
 DRIFT_STEPS = 16  # places of a drift at which trees differ
 OTHER_TOKEN = 1 << 20  # a token that no draft guesses
@@ -45,7 +45,7 @@ class Text(Protocol):
         """A tree below the root at this position."""
 
     def verdict(self, position: int, tree: Tree) -> Verdict:
-        """The verdict on a part of the tree that was grown last at this position, or on a root alone."""
+        """The verdict on a part of the last tree grown at this position, or on a root alone."""
 
 
 def _grown(
@@ -61,7 +61,7 @@ def _grown(
 
 
 class LawText:
-    """A text that is a function of law and seed, whatever is guessed."""
+    """A text that is a function of law and seed, independent of guesses."""
 
     def __init__(self, law: Law, seed: int) -> None:
         self._law, self._seed = law, seed
@@ -94,7 +94,7 @@ class LawText:
 
 
 class _Chances:
-    """The probability of each node of a tree that it follows its parent, of nodes numbered as they were found."""
+    """The probability of each node of a tree that it follows its parent; nodes are numbered in order of discovery."""
 
     def __init__(self, parents: NDArray[np.int32], probs: NDArray[np.float64]) -> None:
         self.probs = probs
@@ -112,10 +112,10 @@ class _Chances:
 
 
 class PooledText:
-    """A text whose trees are shared with others, as growing each anew would take most of a simulation's time.
+    """A text that shares trees with others, as growing each one would take most of a simulation's time.
 
-    Sizes are rounded down by at most an eighth; of each size a number of trees is grown. Their nodes' tokens are
-    numbers, and which of them are true is drawn whenever a tree is used.
+    Sizes are rounded down by at most an eighth, and several trees of each size are grown. Their tokens are ranks among
+    siblings; the true ones are drawn whenever a tree is used.
     """
 
     def __init__(self, law: Law, random: Random) -> None:
@@ -142,7 +142,7 @@ class PooledText:
 
 @lru_cache(MOST_TREES)
 def _pooled(law: Law, position: int, growth: BestFirst, number: int) -> tuple[Grown, _Chances]:
-    """One of the trees that grow so below a root at this position, the same in every process."""
+    """One of the trees grown this way below a root at this position, the same in every process."""
     levels = np.random.default_rng(number)
     probs = np.zeros(1 + growth.depth * growth.budget)
 
@@ -153,7 +153,9 @@ def _pooled(law: Law, position: int, growth: BestFirst, number: int) -> tuple[Gr
         expanded.append((grower.tree.num_nodes, frontier, true_probs))
         return Candidates(np.broadcast_to(np.arange(stated.shape[1], dtype=np.int32), stated.shape), stated)
 
-    expanded: list[tuple[int, Nodes, NDArray[np.float64]]] = []  # first child of a step, its frontier, and what follows
+    expanded: list[
+        tuple[int, Nodes, NDArray[np.float64]]
+    ] = []  # first child of each step, its frontier, and the candidates
     grower, rows = _grown(0, growth, candidates)
     tree = grower.tree
     ends = [*(first for first, _, _ in expanded[1:]), tree.num_nodes]
@@ -166,7 +168,7 @@ def _pooled(law: Law, position: int, growth: BestFirst, number: int) -> tuple[Gr
 
 
 def expected_tokens(law: Law, growth: BestFirst) -> float:
-    """Mean tokens of a round whose tree grows so, the bonus token included; of some trees, but of all outcomes."""
+    """Mean tokens of a round with such a tree, bonus token included; over some trees, but all outcomes."""
     tokens = []
     for number in range(LEAST_POOLED):
         grown, chances = _pooled(law, 0, growth, number)
@@ -177,7 +179,7 @@ def expected_tokens(law: Law, growth: BestFirst) -> float:
 
 
 def _rounded(growth: BestFirst) -> BestFirst:
-    """A way to grow with a size in steps of an eighth, and a price in steps of a fifth."""
+    """A growth with its size rounded to steps of an eighth, and its price to steps of a fifth."""
     budget, width = _eighths(growth.budget), _eighths(growth.width)
     min_gain = float(np.exp2(np.round(4 * np.log2(growth.min_gain)) / 4)) if growth.min_gain else 0.0
     return growth._replace(budget=budget, width=width, min_gain=min_gain, seconds=0.0)

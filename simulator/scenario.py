@@ -12,8 +12,8 @@ from bough.simulation.profile import Profile
 from bough.trees.tree_plan import BestFirst
 
 LEAST_WIDTH, MOST_WIDTH = 4, 64  # nodes that a draft step expands
-MOST_EXACT = 64  # targets of a share up to which one that is divided more exactly is preferred to a smaller one
-ROUNDING = 0.02  # share of a number by which rounding may change it; differences below 3 % are chance
+MOST_EXACT = 64  # largest number of targets in a share for which an exact division is preferred to a smaller share
+ROUNDING = 0.02  # relative change by rounding that is allowed; differences below 3 % are random
 LESS_ROUNDING = (0.0, ROUNDING / 8, ROUNDING / 4, ROUNDING / 2)  # tried first, with shares of up to MOST_EXACT targets
 
 
@@ -28,7 +28,7 @@ class RequestKind(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     weight: float = 1.0
-    acceptance: AcceptanceLaw | None = None  # if it differs from the profile's
+    acceptance: AcceptanceLaw | None = None  # None is the profile's
 
     @property
     def total_tokens(self) -> int:
@@ -38,7 +38,7 @@ class RequestKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A closed network of users, each of whom repeatedly thinks, sends a request, and waits for the answer."""
+    """A closed network of users: each repeatedly thinks, sends a request, and waits for the answer."""
 
     profile: Profile
     num_users: int = 1
@@ -48,7 +48,9 @@ class Scenario:
     think_seconds: float = 0.0  # mean of an exponential distribution
     gather: float = 1.0  # longest batch delay in sweeps, as the target's --gather
     fixed: BestFirst | None = None  # a fixed size, divided among sessions, instead of choosing sizes
-    requests_each: int = 0  # of each user: all start at once, all are measured; 0 is random and without end
+    requests_each: int = (
+        0  # requests of each user, which all start at once and are all measured; 0 is an endless random mix
+    )
     seed: int = 1
     max_rounds: int = 100_000  # rounds after which it stops, even with too few measured requests
 
@@ -57,7 +59,7 @@ class Scenario:
         target = self.profile.target
         if self.fixed and self.fixed.budget > target.max_nodes:
             raise ConfigError(
-                f"--nodes: must be at most {target.max_nodes}, the most that the target takes, got {self.fixed.budget}"
+                f"--nodes: must be at most {target.max_nodes}, the target's limit, got {self.fixed.budget}"
             )
         for kind in self.kinds:
             name = f"--mix: {kind.prompt_tokens}:{kind.output_tokens}"
@@ -114,7 +116,7 @@ class CapacityReport:
     link_busy: float  # share of the time in which the targets' links were busy
     target_busy: float
     draft_busy: float
-    link_bound: float  # share of sweep time in which the link was the slower
+    link_bound: float  # share of the sweep time in sweeps limited by the link
     rows_per_sweep: float
     riders_per_sweep: float
     waiting_users: float  # mean number of users waiting for KV memory
@@ -122,7 +124,7 @@ class CapacityReport:
     tokens_per_round: float
     nodes: float  # of a round's tree, on average
     depth: float
-    preemptions: float  # mean number of times that a request lost its KV slot to an older one
+    preemptions: float  # mean preemptions of a request
     parts: dict[str, float]  # shares of a request's time: waiting for KV, draft, network, waiting for a sweep, sweep
     is_complete: bool  # enough requests were measured
 

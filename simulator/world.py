@@ -1,7 +1,7 @@
 """Sessions, drafts and targets in simulated time: the real sizer, slots, batching, row division and estimators.
 
-What takes time is a profile's (`bough.simulation.profile`); what is guessed and what is true, a text's
-(`simulator.guesses`). Nothing depends on the clock or on the order of threads, so runs are the same every time.
+A profile (`bough.simulation.profile`) has the durations; a text (`simulator.guesses`) has the guesses and the true
+tokens. Nothing depends on the real clock or on the order of threads, so runs are repeatable.
 Draft-ahead, prompt lookup and failures are left out.
 """
 
@@ -42,7 +42,7 @@ from target_worker.scheduler.row_division import SweepYield, expected_tokens, ma
 
 SECOND = 1e9
 PRIOR_ERROR = 1.3  # ratio of a target's estimated to its true seconds before the first sweep
-LEAST_PREFILL = 8  # tokens of a context up to which a draft step reads them for nothing
+LEAST_PREFILL = 8  # context tokens that a draft step reads at no extra cost
 PARTS = ("place", "draft", "network", "queue", "sweep")  # of a session's time
 LEASE_SECONDS = 60.0  # the targets' default
 CALLER = "orchestrator"
@@ -51,7 +51,7 @@ Process = Generator[simpy.Event, Any, Any]
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A session: what it asks for, where it runs, and where its time goes."""
+    """A session: its request, its workers, and the parts of its time."""
 
     session_id: ScopedId
     text: Text
@@ -65,7 +65,7 @@ class Session:
     num_rounds: int = 0
     target_held: int = 0
     draft_held: int = 0
-    since: float = 0.0  # when what it does began
+    since: float = 0.0  # when its current activity began
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     @property
@@ -123,7 +123,7 @@ class Draft:
         return WorkerFacts(self.name, "draft", self._world.profile.target.max_nodes, self._times.curve())
 
     def grow(self, grown: Grown, num_context: int) -> simpy.Event:
-        """Take the time of growing a tree; the event has a GrowResult."""
+        """Grow a tree, which takes simulated time; the event has a GrowResult."""
         growing = _Growing(grown, num_context, self._world.env.now, self._world.env.event())
         self._growing.append(growing)
         if not self._wakes.triggered:
@@ -165,7 +165,7 @@ class SweepRecord(NamedTuple):
 
 
 class Target:
-    """Sweeps over the calls of its sessions, as `target_worker.scheduler.engine` does."""
+    """Sweeps over the calls of its sessions, like `target_worker.scheduler.engine`."""
 
     def __init__(self, world: World, name: str, gather: float) -> None:
         profile = world.profile.target
@@ -185,7 +185,7 @@ class Target:
 
     @property
     def num_running(self) -> int:
-        """Its sessions that do not wait for KV memory."""
+        """Sessions that do not wait for KV memory."""
         return self.num_sessions - len(self._line)
 
     def facts(self) -> WorkerFacts:
@@ -193,7 +193,7 @@ class Target:
         return WorkerFacts(self.name, "target", self._profile.max_nodes, self._times.curve(), self.num_running)
 
     def verify(self, session: Session, call: VerifyCall) -> simpy.Event:
-        """Have a tree verified; the event has a VerifyResult, or fails with an error of `bough.errors`."""
+        """Verify a tree; the event has a VerifyResult, or fails with an error of `bough.errors`."""
         done = self._world.env.event()
         self._arrived.append((session, call, done))
         self._delay.arrived(session.session_id, self._world.env.now, CALLER, self.num_running)
@@ -207,7 +207,7 @@ class Target:
         return bool(self._line)
 
     def room(self, session: Session) -> simpy.Event:
-        """Wait in line until there may be room for a session; older ones come first."""
+        """Queue until there may be room for a session; older ones come first."""
         self._line[session.number] = self._world.env.event()
         return self._line[session.number]
 
@@ -244,13 +244,13 @@ class Target:
             wait = self._delay.seconds(env.now, self._calls.by_caller()) if self._calls else None
             if wait == 0.0:
                 yield from self._sweep(self._choose())
-                yield env.timeout(0)  # whoever needs no time to come back is there before the next sweep begins
+                yield env.timeout(0)  # sessions that return at once arrive before the next sweep begins
                 continue
             self._wakes = env.event()
             yield self._wakes if wait is None else self._wakes | env.timeout(wait)
 
     def _choose(self) -> list[Part[VerifyJob]]:
-        """What goes into the next sweep."""
+        """The parts of the next sweep."""
         jobs, cost, most, recent = [*self._calls], self._times.curve(), self._profile.max_sweep_rows, self._yield.recent
         self._calls.copy_prefix()
         make_fit(jobs, cost, recent, most)
@@ -399,7 +399,7 @@ class World:
         return self.profile.network.call_seconds(self.factors())
 
     def _cross(self, session: Session) -> Process:
-        """Take the time of a call's way there and back."""
+        """Take the network time of a call, both ways."""
         if seconds := self._network():
             yield self.env.timeout(seconds)
             session.spent("network", self.env.now)
@@ -414,7 +414,7 @@ class World:
         return result
 
     def _verify(self, session: Session, target: Target, proposal: Proposal, history: TokenHistory) -> Process:
-        """Send a tree until it is verified: again with all tokens where the session has lost its slot."""
+        """Send a tree until it is verified; if the session has lost its slot, send all tokens again."""
         yield from self._cross(session)
         if target.has_line and not session.target_held:
             yield target.room(session)
@@ -463,7 +463,7 @@ def _pass_on(done: simpy.Event, future: Future[VerifyResult]) -> None:
 
 
 def _times_known_of(profile: TargetProfile) -> SweepTimes:
-    """A target's estimate of its sweeps before the first one, with an error."""
+    """A target's estimate of its sweep times before the first sweep, with an error."""
     rows = (profile.row_step, *(num for num in (8, 64, 256) if profile.row_step < num <= profile.max_sweep_rows))
     seconds = tuple(max(1e-6, PRIOR_ERROR * profile.compute_seconds(num)) for num in rows)
     link = profile.link_seconds_of(1)
