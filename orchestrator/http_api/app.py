@@ -1,4 +1,4 @@
-"""The HTTP routes: OpenAI's API, what operators need, and the static page at /ui."""
+"""The HTTP routes: OpenAI's API, endpoints for operators, and the static page at /ui."""
 
 from __future__ import annotations
 
@@ -114,19 +114,19 @@ def http_app(
         Route(ROOT, partial(_root, has_page=has_page), methods=["GET"]),
     ]
     open_paths = {ROOT, HEALTH, OPENAPI} | ({METRICS, DISCOVERY} if has_open_figures else set())
-    if has_page:  # its own requests carry the key that is typed in there
+    if has_page:  # its requests carry the key that the user types there
         routes += [Route(path, _page_file, methods=["GET"]) for path in PAGE_FILES]
         open_paths |= PAGE_FILES.keys()
     layers = [Middleware(RequestIds), Middleware(Guard, callers=callers, open_paths=open_paths)]
     if own_name is not None:
         layers.insert(1, Middleware(HostGuard, own_name=own_name))
     app = Starlette(routes=routes, exception_handlers={HTTPException: _refused}, middleware=layers)
-    app.router.redirect_slashes = False  # after a redirect, clients that post would follow with GET, or not at all
+    app.router.redirect_slashes = False  # posting clients follow redirects with GET, or not at all
     return app
 
 
 class _Asked(NamedTuple):
-    """What the paths that generate make of a request alike."""
+    """The common parts of a parsed request of all paths that generate."""
 
     head: Head
     wanted: tuple[RequestedOutput, ...]
@@ -163,7 +163,7 @@ class _Api:
         return Exchange(asked.streams, answer, names)
 
     async def response(self, request: Request, entered: ExitStack) -> Response:
-        """A response of before, which is not kept."""
+        """An earlier response, which is not stored."""
         raise NotFound("response_id", f"{request.path_params['response_id']!r} is not here: {NOT_KEPT}")
 
     async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:
@@ -192,7 +192,7 @@ class _Api:
         return JSONResponse(cards[name])
 
     async def tokenize(self, request: Request, entered: ExitStack) -> Response:
-        """The tokens of a text or a conversation, as a prompt would be read."""
+        """The tokens of a text or a conversation, as for a prompt."""
         fields = await self.bodies.read(request, TokenizeFields, entered, TOKENIZE)
         prompt = completions.tokenized_prompt(fields)
         try:
@@ -263,7 +263,7 @@ def _session_id(request: Request, fields: RequestFields) -> str:
     """The session id in the body or the header. Raises ApiError if they differ."""
     of_body, of_header = fields.session_id, request.headers.get(SESSION_HEADER, "")
     if of_body and of_header and of_body != of_header:
-        raise invalid("session_id", of_body, f"be that of the header {SESSION_HEADER}, or one of them left out")
+        raise invalid("session_id", of_body, f"equal that of the header {SESSION_HEADER}, or be left out")
     return of_body or of_header
 
 
@@ -276,7 +276,7 @@ def _discovered(record: WorkerRecord) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """An endpoint as an ASGI application: errors become answers, and `entered` is closed at the end."""
+    """An endpoint as an ASGI application; turns errors into answers, and closes `entered` at the end."""
 
     endpoint: Endpoint
     field_names: Mapping[str, str] = field(default_factory=dict)  # of errors
@@ -310,7 +310,7 @@ def _nearest(app: Starlette, path: str) -> str:
 
 
 async def _root(request: Request, *, has_page: bool) -> Response:
-    """Browsers are sent to the page at /ui, if it is served; programs get the main paths."""
+    """Redirect browsers to the page at /ui, if it is served; answer programs with the main paths."""
     if has_page and "text/html" in request.headers.get("accept", ""):
         return RedirectResponse("/ui")
     paths = {"models": "/v1/models", "chat": "/v1/chat/completions", "health": "/health"}

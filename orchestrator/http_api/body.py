@@ -24,10 +24,10 @@ from orchestrator.serving.tenants import Tenant
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # as much as over gRPC
 MAX_ALL_BYTES = 16 * MAX_BODY_BYTES  # limit of all bodies together that are arriving or being parsed
 LARGE_BYTES = 32 * 1024  # larger bodies are parsed in a thread, so as not to block the event loop
-MAX_ENTRIES = 65_536  # objects, arrays and strings of one body, which take up to 100 ms to make
-MAX_VALUES = 1 << 20  # of all kinds; nearly all of them are numbers then
+MAX_ENTRIES = 65_536  # objects, arrays and strings of one body, which take up to 100 ms to parse
+MAX_VALUES = 1 << 20  # values of all kinds; nearly all of them are then numbers
 READ_SECONDS = 60.0  # limit for a body to arrive
-NUM_SHARES = 2  # one tenant of several may have a share of these bytes, and of the connections, with bodies that arrive
+NUM_SHARES = 2  # of several tenants, each may use this share of the bytes and connections for arriving bodies
 RETRY_SECONDS = 1.0
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -38,15 +38,15 @@ class BodyReader:
 
     def __init__(self, call_limiter: CallLimiter) -> None:
         self._call_limiter = call_limiter
-        self._num_bytes: Counter[str] = Counter()  # of bodies that are read or parsed, by tenant
+        self._num_bytes: Counter[str] = Counter()  # bytes of bodies that are read or parsed, by tenant
         self._arriving: Counter[str] = Counter()  # bodies that are read, by tenant
         self._parsing = asyncio.Lock()  # one large body at a time, as parsing takes CPU time from the streams
 
     async def read(self, request: Request, kind: type[Body], entered: ExitStack, method: str) -> Body:
         """Read the fields of a request, which counts as a call of `method` until `entered` is closed.
 
-        Raises ApiError for a body that is too large, not JSON, or has an invalid field, and Exhausted for too many, or
-        a large one of a key that is at its limits. A large one that is refused uses up tokens of the key.
+        Raises ApiError for a body that is too large, not JSON, or has an invalid field. Raises Exhausted for too many
+        bodies, or a large one of a key at its limits; a refused large one is charged tokens of the key.
         """
         _require_json(request)
         _require_size(_announced_bytes(request))
@@ -71,7 +71,7 @@ class BodyReader:
             raise api_error(exc, {"message": "body"}) from exc
 
     async def _receive(self, request: Request, tenant: Tenant, chunks: list[bytes]) -> None:
-        """Append the body to `chunks` as it arrives; all its bytes are counted."""
+        """Append the body to `chunks` as it arrives, and count its bytes."""
         self._arriving[tenant.name] += 1
         try:
             self._require_room(tenant)
@@ -84,7 +84,7 @@ class BodyReader:
                     _require_size(num_bytes)
                     self._require_room(tenant)
         except TimeoutError as exc:
-            message = f"body: not complete after {READ_SECONDS:g} s; must arrive in that time"
+            message = f"body: must arrive within {READ_SECONDS:g} s, but is incomplete"
             raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message) from exc
         except ClientDisconnect as exc:
             raise ApiError(HTTPStatus.BAD_REQUEST, "body: it ended half-way") from exc
@@ -92,7 +92,7 @@ class BodyReader:
             self._arriving[tenant.name] -= 1
 
     def _require_room(self, tenant: Tenant) -> None:
-        """Raise Exhausted where too many bytes, or bodies of this tenant, arrive: slow ones would keep out others."""
+        """Raise Exhausted if too many bytes, or bodies of this tenant, are arriving: slow ones would block others."""
         if self._num_bytes.total() > MAX_ALL_BYTES:
             message = f"body: {MAX_ALL_BYTES} bytes of other requests are being read; one of them must end first"
             raise Exhausted(message, RETRY_SECONDS)
@@ -104,7 +104,7 @@ class BodyReader:
 
 
 def _require_json(request: Request) -> None:
-    """Refuse compressed bodies, and other content types, which web pages of other sites could make a browser send."""
+    """Refuse compressed bodies, and content types that other sites' pages could make a browser send."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise invalid("content-encoding", encoding, "be left out", HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
@@ -130,7 +130,7 @@ def _parse_large(kind: type[Body], body: bytes) -> Body:
 
 
 def require_entries(body: bytes) -> None:
-    """Refuse a JSON text of too many values before they are made: a million of them would stop all streams."""
+    """Refuse a JSON text of too many values before parsing it: a million of them would stall all streams."""
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # without escapes a quotation mark begins or ends a string
     num_entries = plain.count(b'"') // 2
     num_values = 0

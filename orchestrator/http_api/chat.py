@@ -21,7 +21,7 @@ from orchestrator.http_api.fields.generation import ChatFields, MessageFields, S
 from orchestrator.http_api.fields.options import RequestLimits, response_constraint
 from orchestrator.tools.call_parser import ArgumentsText, CallBegun, ContentText
 
-# Names of gRPC fields as clients of this API know them, for error messages.
+# Names of gRPC fields in this API, for error messages.
 FIELD_NAMES = {
     "chat.chat_template_kwargs": "chat_template_kwargs",
     "chat.messages": "messages",
@@ -43,7 +43,7 @@ def _message(index: int, fields: MessageFields) -> Message:
     if calls and fields.role != "assistant":
         raise invalid(f"messages[{index}].tool_calls", [call.name for call in calls], left_out)
     if (fields.role == "tool") != bool(fields.tool_call_id):
-        must = "be the id of the call that is answered" if fields.role == "tool" else left_out
+        must = "be the id of the answered call" if fields.role == "tool" else left_out
         raise invalid(f"messages[{index}].tool_call_id", fields.tool_call_id, must)
     reasoning = (fields.reasoning or fields.reasoning_content) if fields.role == "assistant" else ""
     role = "system" if fields.role == "developer" else fields.role
@@ -54,8 +54,8 @@ def chat_limits(fields: ChatFields) -> RequestLimits:
     """Limits of the request; by default the answer may fill the context. Raises ApiError naming the invalid field."""
     newer, older = fields.max_completion_tokens, fields.max_tokens
     if newer is not None and older is not None and newer != older:
-        raise invalid("max_completion_tokens", newer, f"be equal to max_tokens, {older}, or one of them left out")
-    if newer is not None and not 1 <= newer <= MAX_UINT32:  # named as the client named it
+        raise invalid("max_completion_tokens", newer, f"be equal to max_tokens, {older}, or be left out")
+    if newer is not None and not 1 <= newer <= MAX_UINT32:  # the client's name for the field
         raise invalid("max_completion_tokens", newer, f"be 1 to {MAX_UINT32}")
     most = next((given for given in (newer, older) if given is not None), UNLIMITED)
     if fields.top_logprobs and not fields.logprobs:
@@ -80,7 +80,7 @@ class ChatAnswer(Completion):
         formats: Formats,
         has_reasoning: bool = True,
     ) -> None:
-        """Without `has_reasoning` thoughts are left out."""
+        """Without `has_reasoning` the reasoning is left out."""
         super().__init__(head, num_choices, num_choices, stream_options, spell)
         self._logprobs: list[list[Json]] = [[] for _ in self.choices]
         self._tools, self._formats, self._has_reasoning = tools, formats, has_reasoning
@@ -105,7 +105,7 @@ class ChatAnswer(Completion):
                 yield _delta(index, {}) | self._ending(index)
 
     def _deltas(self, index: int, texts: Sequence[str], *, is_end: bool = False) -> Iterator[Json]:
-        """What the texts of tokens add to the message of a choice."""
+        """The fields that tokens' texts add to the message of a choice."""
         content = self.contents[index]
         for piece in content.pieces(texts, is_end=is_end):
             match piece:
@@ -119,14 +119,14 @@ class ChatAnswer(Completion):
                     yield {"tool_calls": [{"index": len(content.calls) - 1, "function": {"arguments": text}}]}
 
     def _ending(self, index: int) -> Json:
-        """Why a choice ended: by calls only if it ended by itself, and with the last of them."""
+        """The finish reason: "tool_calls" only if the choice ended by itself, after its last call."""
         is_call = self.choices[index].finish_reason == "stop" and self.contents[index].has_called
         return super()._ending(index) | ({"finish_reason": "tool_calls"} if is_call else {})
 
     def _choice(self, index: int) -> Json:
         content = self.contents[index]
         thoughts = "".join(content.thoughts) if self._has_reasoning else ""
-        # Null only beside what may stand without a content: clients send the message back as it is.
+        # Null only with fields that allow a message without content: clients send the message back unchanged.
         text = "".join(content.texts) or (None if content.calls or thoughts else "")
         message: Json = {"role": "assistant", "refusal": None, "content": text}
         if content.calls:
@@ -151,10 +151,10 @@ def _delta(index: int, delta: Json, logprobs: list[Json] | None = None) -> Json:
 
 
 def _call(call: FunctionCall) -> Json:
-    """A call, whole or as it begins."""
+    """A call, complete or at its beginning."""
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _reasoning(text: str | None) -> Json:
-    """Thoughts by the name that vLLM has now, and by that which it and others have had, which more clients read."""
+    """Reasoning under vLLM's current name, and under the older name that more clients read."""
     return {"reasoning": text, "reasoning_content": text}

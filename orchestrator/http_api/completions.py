@@ -25,10 +25,10 @@ from orchestrator.http_api.fields.tools import chat_tools
 from orchestrator.serving.model_texts import ModelTexts
 
 DEFAULT_MAX_TOKENS = 16  # as at OpenAI
-ENTRIES_PER_TOKEN = 4  # in the lists of an answer, beside those of the alternatives
-MAX_ENTRIES = 1_500_000  # of all prompts' tokens in one answer, which take some 100 MB, and 100 MB more when written
+ENTRIES_PER_TOKEN = 4  # entries in an answer's lists, without those of alternatives
+MAX_ENTRIES = 1_500_000  # of all prompts' tokens in one answer; they take some 100 MB, and 100 MB more when encoded
 
-# Names of gRPC fields as clients of this API know them, for error messages.
+# Names of gRPC fields in this API, for error messages.
 FIELD_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt", "prompt_logprobs": "echo"}
 
 
@@ -38,13 +38,13 @@ def text_prompt(prompt: TextOrTokens) -> TextPrompt | TokenPrompt:
 
 
 def place_names(index: int, num_prompts: int) -> dict[str, str]:
-    """Names of a prompt's fields for error messages: of several prompts, by its place among them."""
+    """Names of a prompt's fields for error messages; with several prompts they include its index."""
     place = "prompt" if num_prompts == 1 else f"prompt[{index}]"
     return dict.fromkeys(("prompt", "tokens", "text", "token_ids.ids", "token_ids"), place)
 
 
 async def echoes(prompts: Sequence[TextPrompt | TokenPrompt], texts: ModelTexts, model: str) -> list[str]:
-    """The prompts as texts, for answers to begin with. Raises ApiError naming the invalid one."""
+    """The prompts as texts, which the answers echo. Raises ApiError naming the invalid one."""
     told = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, TextPrompt):
@@ -61,7 +61,7 @@ async def echoes(prompts: Sequence[TextPrompt | TokenPrompt], texts: ModelTexts,
 def with_places(
     opened: AbstractContextManager[Sequence[AsyncGenerator[Event]]], names: Mapping[str, str], num_prompts: int
 ) -> Iterator[list[AsyncGenerator[Event]]]:
-    """Streams of as many of each prompt, whose errors name the prompt that they are of."""
+    """Streams of this number for each prompt; their errors name the prompt."""
     with opened as streams:
         yield [
             _named(stream, {**names, **place_names(index * num_prompts // len(streams), num_prompts)})
@@ -79,18 +79,18 @@ async def _named(stream: AsyncGenerator[Event], names: Mapping[str, str]) -> Asy
 
 
 def tokenized_prompt(fields: TokenizeFields) -> Prompt:
-    """The text or the conversation whose tokens are asked for. Raises ApiError naming the invalid field."""
+    """The text or conversation to tokenize. Raises ApiError naming the invalid field."""
     if (fields.prompt is None) == (fields.messages is None):
         raise invalid("prompt", fields.prompt, "be given, or messages, and not both")
-    adds = fields.messages is None  # as prompts are read: a chat's template has all special tokens
+    adds = fields.messages is None  # as for prompts: a chat's template has all special tokens
     if fields.add_special_tokens is not None and fields.add_special_tokens is not adds:
-        must = f"be left out, or be {str(adds).lower()}: prompts are not read otherwise"
+        must = f"be left out, or be {str(adds).lower()}, as for prompts"
         raise invalid("add_special_tokens", fields.add_special_tokens, must)
     if fields.messages is None:
         if fields.tools:
-            raise invalid("tools", [tool.function.name for tool in fields.tools], "be left out beside prompt")
+            raise invalid("tools", [tool.function.name for tool in fields.tools], "be left out with prompt")
         if fields.chat_template_kwargs:
-            raise invalid("chat_template_kwargs", fields.chat_template_kwargs, "be left out beside prompt")
+            raise invalid("chat_template_kwargs", fields.chat_template_kwargs, "be left out with prompt")
         return TextPrompt(fields.prompt or "")
     variables = template_kwargs(fields.chat_template_kwargs, None)
     return chat_prompt(fields.messages, chat_tools(fields.tools), variables)
@@ -100,7 +100,7 @@ def completion_limits(fields: CompletionFields) -> RequestLimits:
     """Limits of the request. Raises ApiError naming the invalid field."""
     of_prompt = fields.logprobs if fields.echo else None
     if fields.max_tokens == 0 and of_prompt is None:
-        raise invalid("max_tokens", 0, "be 1 or more, but with echo and logprobs")
+        raise invalid("max_tokens", 0, "be 1 or more, except with echo and logprobs")
     most = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     return RequestLimits(most, fields.logprobs, of_prompt, fields.n, response_constraint(fields))
 
@@ -119,7 +119,7 @@ class CompletionAnswer(Completion):
         spell: Spell | None,
         prompt_logprobs: int | None = None,
     ) -> None:
-        """`echoes` are the texts that the choices of each prompt begin with; the first choice has a prompt's scores."""
+        """`echoes` are the texts at the beginning of each prompt's choices; the first has the prompt's scores."""
         super().__init__(head, len(echoes) * choices_per_prompt, choices_per_prompt, stream_options, spell)
         self._echoes = [echo for echo in echoes for _ in range(choices_per_prompt)]
         self._logprobs = [TokensSpelled([], [], [], []) for _ in self.choices]
@@ -147,7 +147,7 @@ class CompletionAnswer(Completion):
                 yield _entry(index, event.text) | self._ending(index)
 
     def _count(self, index: int, prompt_tokens: int) -> None:
-        """Count the entries of a prompt's tokens, at its first choice for all. Raises ApiError for too many."""
+        """Count the entries of a prompt's tokens for all choices, at the first one. Raises ApiError for too many."""
         if self._prompt_logprobs is None or index % self._choices_per_prompt:
             return
         self._num_scored += self._choices_per_prompt * prompt_tokens * (self._prompt_logprobs + ENTRIES_PER_TOKEN)
@@ -167,7 +167,7 @@ class CompletionAnswer(Completion):
         return self._noted(index, completion_logprobs(event.logprobs, begins, self._token_bytes))
 
     def _noted(self, index: int, spelled: TokensSpelled) -> TokensSpelled:
-        """Entries of a choice, which are kept where they are told at the end."""
+        """Entries of a choice; stored if they are sent at the end."""
         if not self.head.is_stream:
             self._logprobs[index].extend(spelled)
         return spelled

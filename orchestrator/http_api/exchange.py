@@ -1,6 +1,6 @@
 """Answers one HTTP request that generates, as a whole or as server-sent events, while its client is connected.
 
-The streams of its choices are begun together, and merged into one with a heartbeat.
+The streams of its choices start together, and are merged into one with a heartbeat.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from orchestrator.http_api.fields.errors import Json, api_error
 from orchestrator.http_api.fields.options import RequestedOutput
 from orchestrator.serving.tenants import Tenant
 
-SILENT_SECONDS = 5.0  # after which a silent stream sends a keep-alive; sweeps may take longer
+SILENT_SECONDS = 5.0  # silence after which a stream sends a keep-alive; sweeps may take longer
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # otherwise nginx would buffer the stream
 ]
 KEEP_ALIVE = b": keep-alive\n\n"
-ITEM_END = "response.output_item.done"  # repeats all of an item of a response
-MANY_ENTRIES = 10_000  # which take some 10 ms to write
+ITEM_END = "response.output_item.done"  # repeats a whole item of a response
+MANY_ENTRIES = 10_000  # these take some 10 ms to encode
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """ASGI application for one request whose body has been read. It raises no error that a client can cause."""
+    """ASGI application for one request with a parsed body. It raises no error that a client can cause."""
 
     streams: Callable[[], AbstractContextManager[Sequence[AsyncGenerator[Event]]]]  # one for each choice
     answer: Answer
-    field_names: Mapping[str, str]  # as `names` of `api_error`
+    field_names: Mapping[str, str]  # `names` of `api_error`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request; if the client disconnects, its requests end and free their resources."""
@@ -144,7 +144,7 @@ def _at_once(value: Json) -> bytes:
 
 
 def _in_steps(value: Json) -> bytes:
-    """Encode as `_at_once`, but more slowly, so that other threads run meanwhile."""
+    """Encode like `_at_once`, but in pieces, to let other threads run."""
     written = bytearray()
     for part in _ENCODER.iterencode(value):
         written += part.encode()
@@ -181,7 +181,7 @@ class Indexed(NamedTuple):
 
 @contextmanager
 def scored_first(tenant: Tenant, wanted: Sequence[RequestedOutput]) -> Iterator[list[AsyncGenerator[Event]]]:
-    """The streams of all requests; where one scores its prompt, the prompt's others begin after the scores.
+    """The streams of all requests; if one scores its prompt, the prompt's others start after the scores.
 
     Raises as `Tenant.together` does.
     """
@@ -216,7 +216,7 @@ class _Scored:
                 yield event
 
     async def following(self, stream: AsyncGenerator[Event], *, has_output: bool) -> AsyncGenerator[Event]:
-        """The events of another, which begins after the scores; without output it would do nothing else than those."""
+        """The events of another request, which starts after the scores; without output it has nothing else to do."""
         async with aclosing(stream):
             await self._is_told.wait()
             if has_output:

@@ -1,4 +1,4 @@
-"""Checks HTTP requests by their headers, before routing or reading a body, and names every answer."""
+"""Checks HTTP requests by their headers, before routing or reading a body, and adds an id to every answer."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class Guard:
 class HostGuard:
     """ASGI middleware that refuses requests to foreign host names.
 
-    A web page can have its own name lead to this machine's loopback address (DNS rebinding), and then read what is
-    served there; the browser still tells the name.
+    A web page can point its own name to this machine's loopback address (DNS rebinding), and then read the answers.
+    The browser still sends the page's host name.
     """
 
     app: ASGIApp
-    own_name: str  # beside addresses and localhost
+    own_name: str  # in addition to addresses and localhost
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host", "")
-        if host and not self._is_own(host):  # HTTP/1.0 need not tell it; browsers do
+        if host and not self._is_own(host):  # HTTP/1.0 clients may leave it out; browsers send it
             message = (
                 "host: must be an address, localhost or the name given by --advertise, as there are no keys here, "
                 f"got {shortened(host)}"

@@ -1,4 +1,4 @@
-"""The document at /openapi.json: requests as `fields` reads them, answers as `answers` and `responses` write them."""
+"""The document at /openapi.json: requests as in `fields`, answers as `answers` and `responses` write them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNT: Schema = {"type": "integer", "minimum": 0}
 FLAG: Schema = {"type": "boolean"}
 NULL: Schema = {"type": "null"}
 ANYTHING: Schema = {"type": "object"}
-RANGES: dict[str, Schema] = {  # of numbers, which are checked by the same code as for gRPC
+RANGES: dict[str, Schema] = {  # ranges of numbers, which are checked by the same code as for gRPC
     **{name: parameter.schema for name, parameter in PARAMETERS.items()},
     "top_k": {"minimum": -1, "maximum": MAX_UINT32},
     "seed": {"minimum": LOWEST_SEED, "maximum": MAX_SEED},
@@ -34,19 +34,19 @@ RANGES: dict[str, Schema] = {  # of numbers, which are checked by the same code 
     "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "n": {"minimum": 1, "maximum": MAX_CHOICES},
 }
-REFUSALS = {  # status of an error, with what it is of
+REFUSALS = {  # statuses of errors, with their causes
     400: "a field that cannot be used, no JSON object, or a prompt that does not fit the context",
     401: "no valid key",
     404: "no such path or model",
     405: "a method that the path does not have",
     408: "the body took too long",
-    409: "a request of the session, or with this id, runs, or another has gone on with the session",
+    409: "a request of the session, or with this id, is running, or another request has taken over the session",
     413: "a body that is too large",
-    415: "a body that is not announced as JSON",
+    415: "a body without the content type JSON",
     421: "a foreign host name",
     429: "too many requests; `retry-after` says when to try again",
     500: "a fault of bough",
-    503: "no target answers, or the orchestrator ends",
+    503: "no target answers, or the orchestrator is ending",
     504: "the request took too long",
 }
 
@@ -75,16 +75,20 @@ def _paths() -> Schema:
     return {
         "/v1/chat/completions": _post("The assistant's next message", ChatFields, "ChatCompletion", stream, session),
         "/v1/responses": _post(
-            "The same as OpenAI's Responses API has it", ResponseFields, "Response", responses, session
+            "The same in the form of OpenAI's Responses API", ResponseFields, "Response", responses, session
         ),
         "/v1/completions": _post(
-            "What follows one or several texts", CompletionFields, "Completion", "chunks of type Completion", session
+            "Continuations of one or several texts",
+            CompletionFields,
+            "Completion",
+            "chunks of type Completion",
+            session,
         ),
-        "/v1/models": _get("The models that are served", _ref("Models")),
+        "/v1/models": _get("The served models", _ref("Models")),
         "/v1/models/{model}": _get("A model", _ref("Model"), "model"),
         "/tokenize": _post("The tokens of a text or a conversation", TokenizeFields, "Tokenized"),
         "/detokenize": _post("The text of tokens", DetokenizeFields, "Detokenized"),
-        "/health": _get("Whether a request could be served", _object(status={"const": "ok"})),
+        "/health": _get("Whether requests can be served", _object(status={"const": "ok"})),
         "/version": _get("The release", _object(version=TEXT)),
         "/cluster": _get("This orchestrator and its workers", ANYTHING),
         "/decisions/{name}": _get("The last rounds of a request or session", _list(ANYTHING), "name"),
@@ -132,13 +136,13 @@ def _maybe(schema: Schema) -> Schema:
 
 
 def _object(optional: Schema | None = None, **required: Schema) -> Schema:
-    """An object of exactly these fields, those of `optional` perhaps."""
+    """An object of exactly these fields, of which those in `optional` may be missing."""
     fields = required | (optional or {})
     return {"type": "object", "properties": fields, "required": [*required], "additionalProperties": False}
 
 
 def _choice(logprobs: Schema, **told: Schema) -> Schema:
-    """A choice in a chunk, whose last one says why it ended."""
+    """A choice in a chunk; the last one has the finish reason."""
     ending = {"finish_reason": _maybe(_FINISH), "logprobs": _maybe(logprobs)}
     return _object({"stop_reason": _ENDING["stop_reason"]}, index=COUNT, **ending, **told)
 

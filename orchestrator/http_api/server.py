@@ -20,10 +20,12 @@ from bough.runtime.connections import Connection, connection_limit, longest_idle
 from bough.security.tls import CurrentContext, Handshakes
 from orchestrator.http_api.fields.errors import api_error
 
-IDLE_SECONDS = 75  # after which a connection without a whole head is closed; balancers keep theirs for a minute
-MAX_ACCEPTED = 64  # connections at once, before those too many are closed: they need descriptors meanwhile
-NUM_PENDING = 1024  # connections that wait to be accepted
-FIRST_PROBE_SECONDS = 0.05  # between probes of a client that has ended its sending; the next ones take longer
+IDLE_SECONDS = (
+    75  # after which a connection without a complete request head is closed; balancers keep theirs for a minute
+)
+MAX_ACCEPTED = 64  # excess connections at once, until they are closed: they need descriptors meanwhile
+NUM_PENDING = 1024  # connections waiting to be accepted
+FIRST_PROBE_SECONDS = 0.05  # between probes of a client that has closed its side; later intervals are longer
 LONGEST_PROBE_SECONDS = 5.0
 CLOSE = (b"connection", b"close")
 FRAMINGS = {b"content-length", b"transfer-encoding"}
@@ -39,9 +41,9 @@ async def http_serving(
     stalled_seconds: float = 0.0,
     leaving: asyncio.Event | None = None,
 ) -> AsyncIterator[int]:
-    """Serve during the block, which is given the port; port 0 takes a free one, and `leaving` gives it up early.
+    """Serve during the block, and yield the port; port 0 takes a free one, and `leaving` closes it early.
 
-    A connection whose peer does not read what is sent is closed after `stalled_seconds`, at least `IDLE_SECONDS`.
+    A connection whose peer does not read is closed after `stalled_seconds`, at least `IDLE_SECONDS`.
     Raises ConfigError if the port is in use, or the host is not an address of this machine.
     """
     listener, protocol = _listener(host, port), partial(_Protocol, stalled_seconds=stalled_seconds)
@@ -88,20 +90,20 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 class _HttpServer(uvicorn.Server):
-    """Leaves signals to the process, which gives up the port, drains, and then sets `should_exit`."""
+    """Leaves signals to the process, which closes the port, drains, and then sets `should_exit`."""
 
     def __init__(self, config: uvicorn.Config, leaving: asyncio.Event) -> None:
         super().__init__(config)
         self._leaving, self._has_left = leaving, False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let connections wait in the system; uvicorn would only let as many wait as it accepts at once."""
+        """Let connections wait in the system's queue, which uvicorn limits to the number of connections."""
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(NUM_PENDING)
 
     async def on_tick(self, counter: int) -> bool:
-        """Stop listening once the process leaves; connections close as soon as nothing is answered there.
+        """Stop listening once the process leaves; each connection closes when its answers are finished.
 
         uvicorn calls this ten times a second.
         """
@@ -110,7 +112,9 @@ class _HttpServer(uvicorn.Server):
                 self._has_left = True
                 for listener in self.servers:
                     listener.close()
-            for connection in list(self.server_state.connections):  # one accepted at the end comes in a later tick
+            for connection in list(
+                self.server_state.connections
+            ):  # a connection accepted at the end appears in a later tick
                 if not connection.transport.is_closing():
                     connection.shutdown()
         return await super().on_tick(counter)
@@ -128,17 +132,17 @@ def most_connections() -> int:
 class _Protocol(H11Protocol):
     """Closes idle, unread or excess connections.
 
-    A connection counts as idle, with a running timer, until a request head is complete; partial data does not reset the
-    timer, so that slow senders cannot keep connections forever. The body has its own limit (`BodyReader`). Another
-    timer runs while answers are not read: who sends one request after another could keep a connection with them.
+    A connection counts as idle, with a running timer, until a request head is complete. Partial data does not reset the
+    timer, so slow senders cannot keep connections forever. The body has its own limit (`BodyReader`). Another timer
+    runs while answers are not read: otherwise a client could keep a connection by sending requests without reading.
     """
 
     def __init__(self, *args: Any, stalled_seconds: float = 0.0, **settings: Any) -> None:
-        """`stalled_seconds` is the limit for which answers may not be read, if it is longer than that of idleness."""
+        """`stalled_seconds` limits the time in which answers are not read; at least the idle limit applies."""
         super().__init__(*args, **settings)
         self._stalled_seconds = max(stalled_seconds, self.timeout_keep_alive)
         self._stalled: asyncio.TimerHandle | None = None
-        self._probe: asyncio.TimerHandle | None = None  # from when the client has ended its sending
+        self._probe: asyncio.TimerHandle | None = None  # since the client has closed its side
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the idle timer also for a connection that never sends anything."""
@@ -148,7 +152,7 @@ class _Protocol(H11Protocol):
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers also where the peer reset the connection: they would keep it and what it sent."""
+        """Stop the timers even if the peer has reset the connection: they would keep it and its data in memory."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._unset_stalled()
@@ -164,18 +168,18 @@ class _Protocol(H11Protocol):
             timer.cancel()
 
     def handle_events(self) -> None:
-        """Close after a request whose length is given twice: a proxy may have seen another end of it."""
+        """Close after a request with two lengths: a proxy may have used the other one."""
         super().handle_events()
         if self._is_serving and {name for name, _ in self.headers} >= FRAMINGS and CLOSE not in self.headers:
             self.headers.append(CLOSE)  # as if the client had asked for it; the answer repeats it
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Go on with an answer that has not begun if the client may only have ended its sending.
+        """Continue with an answer that has not begun if the client may only have closed its side.
 
-        Whether it has closed is not known before something is sent to it. So "100 Continue" is, which clients skip:
-        one that has closed resets the connection, and the next such write fails. HTTP/1.0 has no such answer, and with
-        TLS asyncio cannot go on. An answer that has begun ends at once, as its client may want to send the next request
-        in the same session.
+        Only a write shows whether it has closed the connection. So "100 Continue" is sent, which clients skip: a closed
+        client resets the connection, and the next such write fails. HTTP/1.0 has no such answer, and with TLS asyncio
+        cannot continue. An answer that has begun ends at once, as its client may want to send the next request in the
+        same session.
         """
         has_begun = not self._is_serving or self.cycle.response_started or self.cycle.more_body
         if has_begun or self.conn.their_http_version != b"1.1" or self.scheme == "https":
@@ -193,7 +197,7 @@ class _Protocol(H11Protocol):
         self._unset_stalled()
 
     def on_response_complete(self) -> None:
-        """Limit also how long a connection that closes waits for its peer to read."""
+        """Also limit the time that a closing connection waits for its peer to read."""
         super().on_response_complete()
         if self._probe is not None and not self._is_serving:
             self._unset_probe()
@@ -201,18 +205,18 @@ class _Protocol(H11Protocol):
         self._require_end()
 
     def send_400_response(self, msg: str) -> None:
-        """End also a request whose body this is, and close without a word where its own answer has begun."""
+        """Also end the request with this body; if its answer has begun, close without an error message."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         try:
             super().send_400_response(msg)
-        except h11.LocalProtocolError:  # the answer has begun, or is to HEAD and has no body
+        except h11.LocalProtocolError:  # the answer has begun, or answers HEAD and has no body
             self.transport.close()
         self._require_end()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Abort: closing would wait for the peer to read what was sent."""
+        """Abort: closing would wait for the peer to read the sent data."""
         self.transport.abort()
 
     def abort(self) -> None:
@@ -220,9 +224,9 @@ class _Protocol(H11Protocol):
 
     @property
     def idle_since(self) -> float | None:
-        """Time of the event loop since which a timer runs; None while a request is served that is not in arrears.
+        """When the running timer started, on the event loop's clock; None while a request is served and read.
 
-        One whose answer cannot begin as those before it have not been read is.
+        An answer that waits for the peer to read earlier ones counts as unread.
         """
         if (timer := self.timeout_keep_alive_task) is not None:
             return timer.when() - self.timeout_keep_alive
@@ -268,7 +272,7 @@ class _Protocol(H11Protocol):
             self.transport.write(_too_many(len(self.connections)))
             self.transport.close()
         else:
-            self.connections.discard(cast(Any, longest))  # at once, so that it is not chosen again before it is lost
+            self.connections.discard(cast(Any, longest))  # at once: it must not be chosen again before it is lost
             longest.abort()
 
 

@@ -1,1 +1,1 @@
-"""From events to JSON: what answers of all paths have in common."""
+"""From events to JSON: the common parts of all answers."""

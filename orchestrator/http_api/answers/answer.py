@@ -1,7 +1,7 @@
-"""What all answers have in common, and what completions have, from events to JSON.
+"""From events to JSON: the common parts of all answers, and of all completions.
 
-Ids, usage, log-probabilities and speculation metrics; and of an answer to a conversation its thoughts, content and
-calls of tools, as they are found in its text.
+These are ids, usage, log-probabilities and speculation metrics; for answers to conversations also reasoning, content
+and tool calls, which are parsed from the text.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ Formats = Callable[[str], ToolFormat]  # takes a model's name
 
 
 class ThoughtText(NamedTuple):
-    """Text that was thought."""
+    """A piece of reasoning."""
 
     text: str
 
 
 @dataclass(slots=True)
 class FunctionCall:
-    """A call of a function, as far as it has come."""
+    """A call of a function, as far as it was generated."""
 
     call_id: str
     name: str
@@ -59,12 +59,12 @@ class FunctionCall:
 
 
 class AnswerContent:
-    """The content of one choice so far. Calls are looked for in what follows the thoughts."""
+    """The content of one choice so far. The text after the reasoning is searched for calls."""
 
     def __init__(self, choice_id: str, started: Started, tools: Tools | None, formats: Formats) -> None:
         """Ids of calls are made from `choice_id`. A request that was aborted before its model was known has none."""
         self.thoughts: list[str] = []
-        self.texts: list[str] = []  # what is neither thought nor call
+        self.texts: list[str] = []  # text outside reasoning and calls
         self.calls: list[FunctionCall] = []
         self._choice_id = choice_id
         self._num_before_content = 0  # tokens
@@ -79,22 +79,22 @@ class AnswerContent:
 
     @property
     def num_thought(self) -> int | None:
-        """Tokens of the thoughts, marks included; None if the model marks no thoughts."""
+        """Tokens of the reasoning, marks included; None if the model marks none."""
         return None if self._reasoning is None else self._num_before_content if self.has_thoughts else 0
 
     @property
     def has_thoughts(self) -> bool:
-        """Whether there are thoughts, if only empty ones."""
+        """Whether there is reasoning, even if it is empty."""
         return self._reasoning is not None and self._reasoning.has_thoughts
 
     @property
     def has_called(self) -> bool:
-        """Whether there are calls, the last of which is complete."""
+        """Whether there are calls, and the last one is complete."""
         return bool(self.calls) and self._parser is not None and not self._parser.is_in_call
 
     def pieces(self, texts: Sequence[str], *, is_end: bool = False) -> Iterator[ThoughtText | Piece]:
-        """What the texts of further tokens, or the last text, add; each piece is noted as it is given out."""
-        # Of messages thoughts may also come after content, so that the order within one round matters.
+        """The new pieces in the texts of further tokens, or in the last text; each is recorded when it is yielded."""
+        # In messages reasoning may also come after content: the order within a round matters.
         each = [(text,) for text in texts] if isinstance(self._reasoning, HarmonyParser) else [texts]
         return self._noted([piece for group in each for piece in self._found(group, is_end=is_end)])
 
@@ -136,11 +136,11 @@ class AnswerContent:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Fields that every chunk of an answer has, and how it is told."""
+    """Fields of every chunk of an answer, and how it is sent."""
 
     answer_id: str
     created: int  # seconds since 1970
-    is_stream: bool = False  # told chunk by chunk, and not as one object at the end
+    is_stream: bool = False  # sent chunk by chunk instead of as one object at the end
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ class Choice:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended; None before that."""
+        """The finish reason; None before the end."""
         return self.finished.finish_reason if self.finished else None
 
     @property
@@ -184,10 +184,10 @@ class Answer(ABC):
     stream_end = b"data: [DONE]\n\n"
 
     def __init__(self, head: Head, num_choices: int, choices_per_prompt: int, spell: Spell | None) -> None:
-        """`spell` is given if tokens are spelled: of log-probabilities, or of rounds."""
+        """`spell` is given if the answer has tokens' texts, in log-probabilities or in rounds."""
         self.head = head
         self.model = ""  # known once a request has started
-        self.num_entries = 0  # log-probabilities so far, by which the end may be megabytes
+        self.num_entries = 0  # log-probabilities so far: the final object may have megabytes
         self._token_bytes: TokenBytes | None = None
         self._spell = spell
         self.choices = [Choice() for _ in range(num_choices)]
@@ -200,7 +200,7 @@ class Answer(ABC):
         if isinstance(event, Tokens | PromptLogprobs):
             num_told = self._choices_per_prompt if isinstance(event, PromptLogprobs) else 1  # by each choice
             self.num_entries += num_told * sum(1 + len(at.top) for at in event.logprobs)
-        if isinstance(event, Started) and event.model_name:  # a choice that was aborted before it began has none
+        if isinstance(event, Started) and event.model_name:  # a choice that was aborted before its start has none
             self.model = event.model_name
             self._token_bytes = self._spell(event.model_name) if self._spell else None
         return self._added(index, event)
@@ -210,7 +210,7 @@ class Answer(ABC):
         """The chunks after those of all choices."""
 
     def failed(self, error: ApiError) -> Iterator[Json]:
-        """The chunks after which a stream that has begun ends with an error."""
+        """The last chunks of a started stream that ends with an error."""
         yield error.body()
 
     @abstractmethod
@@ -222,7 +222,7 @@ class Answer(ABC):
         """The chunks for an event that has been observed."""
 
     def _counts(self) -> tuple[int, int | None, int]:
-        """Tokens of prompts, each counted once; of these those cached, None before that is known; tokens generated."""
+        """Prompt tokens, each prompt counted once; cached ones of these, None while unknown; generated tokens."""
         firsts = self.choices[:: self._choices_per_prompt]
         ends = [choice.finished for choice in firsts if choice.finished]
         cached = sum(end.usage.cached_tokens for end in ends) if len(ends) == len(firsts) else None
@@ -230,7 +230,7 @@ class Answer(ABC):
         return prompt, cached, sum(choice.num_tokens for choice in self.choices)
 
     def _figures(self) -> Json:
-        """What is told once, at the end; each warning once, whichever choice it is of."""
+        """Fields that are sent once, at the end; each warning once for all choices."""
         ends = [choice.finished for choice in self.choices if choice.finished]
         metrics = {"speculative_decoding": speculative_decoding(end.speculation for end in ends)}
         warnings = list(dict.fromkeys(text for end in ends for text in end.warnings))
@@ -238,11 +238,11 @@ class Answer(ABC):
 
     @abstractmethod
     def _usage(self) -> Json:
-        """Tokens so far, as the API spells them."""
+        """Token counts so far, in the API's form."""
 
 
 class Completion(Answer):
-    """An answer of choices, as those to chats and texts."""
+    """An answer of choices, for chats and texts."""
 
     whole_object: str
     chunk_object: str
@@ -254,7 +254,7 @@ class Completion(Answer):
         self.stream_options = stream_options
 
     def last_chunks(self) -> Iterator[Json]:
-        """Usage, if it is asked for."""
+        """Usage, if requested."""
         if self.stream_options.include_usage:
             yield self._frame(self.chunk_object) | {"choices": []} | self._figures()
 
@@ -400,5 +400,5 @@ def finite(logprob: float) -> float:
 
 
 def token_text(data: bytes) -> str:
-    """The text of a token's bytes; what is no whole character is replaced."""
+    """The text of a token's bytes; incomplete characters are replaced."""
     return sys.intern(data.decode(errors="replace"))  # one object for the many entries of a token

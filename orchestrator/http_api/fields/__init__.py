@@ -1,1 +1,1 @@
-"""From JSON to requests: the fields of all paths that generate, and errors, which name them."""
+"""From JSON to requests: the fields of all paths that generate, and errors that name fields."""

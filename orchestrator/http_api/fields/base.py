@@ -1,4 +1,4 @@
-"""What objects of request bodies have in common: which fields they refuse, and which they accept and pass over."""
+"""The base of objects in request bodies: the fields that they refuse, and those that they accept and ignore."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from orchestrator.http_api.fields.errors import shortened
 
 logger = logging.getLogger(__name__)
 
-# Notes of clients for themselves, for prompt caches and for other servers, which change no answer wherever they stand.
+# Clients' notes for themselves, for prompt caches and for other servers; they never change the answer.
 HARMLESS = frozenset({"cache_control", "created_at", "createdAt", "id", "provider_specific_fields", "timestamp"})
-EMPTY: tuple[object, ...] = ("", [], {}, False)  # values that ask for nothing
-MAX_NOTED = 1024  # names that are noted
+EMPTY: tuple[object, ...] = ("", [], {}, False)  # values without effect
+MAX_NOTED = 1024  # names that are logged
 _NOTED: set[str] = set()  # unknown fields that were ignored and logged
 
-# By the names of fields that are not supported: the values that ask for what happens anyway. Any other is refused.
+# For unsupported fields, the values that request the default behaviour. All others are refused.
 Neutral = dict[str, tuple[object, ...]]
 
 
@@ -33,7 +33,7 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
-    ignored: ClassVar[Set[str]] = frozenset()  # names of fields that have no influence on the answer
+    ignored: ClassVar[Set[str]] = frozenset()  # fields without influence on the answer
     neutral: ClassVar[Neutral] = {}
     known: ClassVar[Set[str]] = frozenset()
 
@@ -44,7 +44,7 @@ class Fields(BaseModel):
 
     @classmethod
     def _kept(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Drop what changes nothing, and nulls: some clients send every field they know, null where none is set."""
+        """Drop fields without effect, and nulls: some clients send all fields, with null for unset ones."""
         given = {name: value for name, value in data.items() if value is not None and name not in cls.ignored}
         for name, neutral in cls.neutral.items():
             if name in given:
@@ -53,7 +53,7 @@ class Fields(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """The schema of what is accepted: null for any optional field, and what is ignored."""
+        """The schema of accepted objects: with null for any optional field, and with ignored fields."""
         reference = handler(core_schema)
         schema = handler.resolve_ref_schema(reference)
         properties = schema.setdefault("properties", {})
@@ -81,7 +81,7 @@ def _is_ignored(name: str, value: Any) -> bool:
         raise field_error(name, value, "extra_forbidden")
     if (shown := shortened(name)) not in _NOTED and len(_NOTED) < MAX_NOTED:
         _NOTED.add(shown)
-        logger.warning("requests have a field %s, which is not known; it is ignored, as it changes nothing", shown)
+        logger.warning("requests have an unknown field %s; it is ignored, as it has no effect", shown)
     return True
 
 
@@ -92,5 +92,5 @@ def _require_neutral(name: str, value: Any, neutral: tuple[object, ...]) -> None
 
 
 def field_error(name: str, value: Any, problem: PydanticCustomError | str) -> ValidationError:
-    """The error for a field, to be raised where validators see the whole object."""
+    """The error for a field, for validators of the whole object."""
     return ValidationError.from_exception_data(name, [{"type": problem, "loc": (name,), "input": value}])

@@ -36,7 +36,7 @@ UNAVAILABLE_RETRY_SECONDS = 1.0  # after which a worker or the index may answer 
 
 
 class ApiError(Exception):
-    """A refusal as a client sees it."""
+    """A refusal in the form that a client gets."""
 
     def __init__(
         self,
@@ -114,12 +114,12 @@ def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
             code, seconds = "unavailable", UNAVAILABLE_RETRY_SECONDS
             return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(exc), "server_error", None, code, seconds)
     logger.error("an unexpected error ended a request", exc_info=exc)
-    text = str(exc) if isinstance(exc, BoughError) else "an unexpected error; the orchestrator's log has it"
+    text = str(exc) if isinstance(exc, BoughError) else "an unexpected error; the orchestrator's log has the details"
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, text, "server_error", None, "internal_error")
 
 
 def _http_name(field: str, names: Mapping[str, str]) -> str:
-    """A field's name over HTTP: the longest known name with which it begins is replaced."""
+    """A field's name over HTTP: replaces its longest known prefix."""
     beginnings = [name for name in names if field.startswith(name) and field[len(name) : len(name) + 1] in ("", *".[")]
     known = max(beginnings, key=len, default="")
     return names.get(known, "") + field.removeprefix(known)

@@ -25,9 +25,9 @@ from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_GRAMMAR,
 from orchestrator.http_api.fields.base import Fields, Neutral, field_error
 from orchestrator.http_api.fields.tools import ANY, CallList, ToolChoiceField, ToolList
 
-MAX_EFFORT = 32  # characters of `reasoning_effort`, of which templates know different ones
-MAX_REQUEST_ID = 128  # characters of a request's id, before those that make it the answer's
-# The key of its text for each type of part; a refusal is one of an assistant's.
+MAX_EFFORT = 32  # characters of `reasoning_effort`, whose values depend on the template
+MAX_REQUEST_ID = 128  # characters of a request's id, without the answer's prefix
+# For each type of part, the key of its text; only an assistant has refusals.
 _SAID = {"text": "text", "input_text": "text", "refusal": "refusal"}
 TextOrTokens = str | tuple[int, ...]
 AS_RENDERED: Neutral = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
@@ -63,7 +63,7 @@ def _is_tokens(value: list[Any]) -> bool:
 
 
 def part_schema(keys: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON Schema of what `parts_text` accepts."""
+    """The JSON Schema of the values that `parts_text` accepts."""
     kinds = [
         {"type": "object", "properties": {"type": {"const": kind}, key: {"type": "string"}}, "required": ["type", key]}
         for kind, key in keys.items()
@@ -72,7 +72,7 @@ def part_schema(keys: Mapping[str, str]) -> dict[str, Any]:
 
 
 def parts_text(value: Any, keys: Mapping[str, str]) -> Any:
-    """Accept a text, or a list of parts whose texts are concatenated; `keys` has the key of its text for each type."""
+    """Accept a text, or a list of parts whose texts are joined; `keys` has each type's key of the text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -108,7 +108,7 @@ Effort = Annotated[str, Field(min_length=1, max_length=MAX_EFFORT)]
 
 
 class StreamOptions(Fields):
-    """What a stream reports besides its text."""
+    """Additional reports of a stream."""
 
     include_usage: StrictBool = False
     continuous_usage_stats: StrictBool = False
@@ -117,7 +117,7 @@ class StreamOptions(Fields):
 
 
 class SpeculationFields(Fields):
-    """Speculation settings, which change the speed and not the answer."""
+    """Speculation settings, which change the speed but not the answer."""
 
     enabled: StrictBool = True
     budget: StrictInt | None = None
@@ -134,7 +134,7 @@ class JsonSchemaFields(Fields):
 
 
 class ResponseFormatFields(Fields):
-    """What the answer must be, as OpenAI's clients say it."""
+    """The answer's format, in OpenAI's form."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFields | None = None
@@ -147,7 +147,7 @@ class ResponseFormatFields(Fields):
 
 
 class StructuredOutputsFields(Fields):
-    """What the answer must be, as vLLM's clients say it: exactly one of these."""
+    """The answer's constraint, in vLLM's form: exactly one of these."""
 
     json_schema: Schema | None = Field(None, alias="json")
     json_object: StrictBool | None = None
@@ -156,7 +156,7 @@ class StructuredOutputsFields(Fields):
     grammar: str | None = None
 
 
-# Names by which other servers know what the answer must be (older vLLM's, SGLang's), with those in `StructuredOutputs`.
+# Other servers' names of constraints (older vLLM, SGLang), and the names in `StructuredOutputs`.
 FORMS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -188,7 +188,7 @@ class RequestFields(SamplingFields):
 
     model: str = ""
     stream: StrictBool = False
-    # Extensions by bough, in responses also those of chat.
+    # Bough's extensions; for responses also those of chat.
     seed: StrictInt | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=Stops)] = ()
     logit_bias: dict[str, float] = Field(default_factory=dict, max_length=MAX_BIASES)
@@ -224,12 +224,12 @@ class RequestFields(SamplingFields):
     def _require_one_form(self) -> RequestFields:
         first, *more = [name for name in (*FORMS, "structured_outputs") if getattr(self, name) is not None] or [""]
         if more:
-            raise field_error(more[0], getattr(self, more[0]), must(f"be left out beside {first}"))
+            raise field_error(more[0], getattr(self, more[0]), must(f"be left out with {first}"))
         return self
 
     @property
     def form(self) -> tuple[str, StructuredOutputsFields | None]:
-        """What the answer must be, and the field that demands it, if one other than those of OpenAI's API does."""
+        """The answer's constraint and the field that has it, if it is in a field that OpenAI's API lacks."""
         for name, ours in FORMS.items():
             if (value := getattr(self, name)) is not None:
                 return name, StructuredOutputsFields.model_validate({ours: value})
@@ -244,7 +244,7 @@ class GenerationFields(RequestFields):
     n: StrictInt = 1
     response_format: ResponseFormatFields = ResponseFormatFields(type="text")
     ignored = RequestFields.ignored | {"user", "metadata", "spaces_between_special_tokens", "verbosity", "prediction"}
-    neutral: ClassVar[Neutral] = RequestFields.neutral | {  # what vLLM's clients send by default
+    neutral: ClassVar[Neutral] = RequestFields.neutral | {  # the default of vLLM's clients
         "bad_words": ([],),
         "length_penalty": (1,),
         "prompt_logprobs": (0,),
@@ -255,22 +255,22 @@ class GenerationFields(RequestFields):
 
 
 class MessageFields(Fields):
-    """One message of a conversation; ignored fields are those of answers that OpenAI's clients send back."""
+    """One message of a conversation; ignores fields of answers that OpenAI's clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: CallList = Field(default_factory=list)
     tool_call_id: str = ""
     content: Annotated[str, BeforeValidator(partial(parts_text, keys=_SAID)), WithJsonSchema(part_schema(_SAID))]
-    reasoning: str = ""  # as current clients send back what an assistant thought
-    reasoning_content: str = ""  # as older ones do
+    reasoning: str = ""  # an assistant's reasoning, as current clients send it back
+    reasoning_content: str = ""  # the same, by older clients
     ignored = frozenset({"name", "refusal", "annotations", "reasoning_details", "thinking_blocks"})
     neutral: ClassVar[Neutral] = {"function_call": (), "audio": ()}
 
     @classmethod
     def _kept(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Drop what changes nothing, as `Fields._kept`; an assistant's message without content may get one.
+        """Drop fields without effect, as `Fields._kept`; an assistant's message without content may get one.
 
-        That is the refusal, or an empty text beside calls or thoughts.
+        That is the refusal, or an empty text with calls or reasoning.
         """
         given = super()._kept(data)
         if "content" in given:
@@ -283,7 +283,7 @@ class MessageFields(Fields):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """The schema, by which any message may lack a content: whether one may depends on its other fields."""
+        """The schema, in which content is optional: whether it is required depends on the other fields."""
         reference = super().__get_pydantic_json_schema__(core_schema, handler)
         schema = handler.resolve_ref_schema(reference)
         schema["required"] = ["role"]

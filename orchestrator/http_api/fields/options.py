@@ -1,4 +1,4 @@
-"""From a request's fields to the arguments of `Requests.generate`, the constraint of its answer among them."""
+"""From a request's fields to the arguments of `Requests.generate`, including the constraint of its answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orchestrator.http_api.fields.errors import ApiError, invalid
 from orchestrator.http_api.fields.generation import SAMPLED, GenerationFields, RequestFields, StructuredOutputsFields
 
 MAX_CHOICES = 128  # limit of choices over all prompts of a request
-AS_GIVEN = (*SAMPLED, "stop", "ignore_eos", "model", "cache_salt")  # fields that are the options of the same names
+AS_GIVEN = (*SAMPLED, "stop", "ignore_eos", "model", "cache_salt")  # fields with the names of options
 LOWEST_SEED = -(2**63)  # OpenAI's seeds are signed
 _ANY_OBJECT = Constraint(json_schema='{"type": "object"}', after_reasoning=True)
 
@@ -31,7 +31,7 @@ class RequestedOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What the APIs spell differently of a request's limits."""
+    """Limits of a request whose fields differ between the APIs."""
 
     max_tokens: int
     logprobs: int | None = None
@@ -48,13 +48,13 @@ def choices(
     session_id: str,
     most_at_once: int = MAX_CHOICES,
 ) -> tuple[RequestedOutput, ...]:
-    """The requests, prompt by prompt; no more than could ever run and wait at once.
+    """The requests, prompt by prompt; at most as many as can run and wait at once.
 
     Raises ApiError or InvalidRequest naming the invalid field.
     """
     num = _num_choices(limits.num_choices, len(prompts), most_at_once)
     if session_id and num * len(prompts) > 1:
-        raise invalid("session_id", session_id, "be left out with several choices, as each is a session of its own")
+        raise invalid("session_id", session_id, "be left out with several choices, as each is a separate session")
     options, seed = _options(fields, limits, session_id), _seed(fields.seed)
     wanted: list[RequestedOutput] = []
     for prompt in prompts:
@@ -68,13 +68,13 @@ def choices(
 
 
 def template_kwargs(given: Mapping[str, Any], effort: str | None) -> str:
-    """Variables of a chat template as JSON; `effort` is one of them, if it is not among those that are given."""
+    """Variables of a chat template as JSON; `effort` is added unless the request has it."""
     kwargs = ({} if effort is None else {EFFORT: effort}) | dict(given)
     return json.dumps(kwargs, ensure_ascii=False) if kwargs else ""
 
 
 def _num_choices(num: int, num_prompts: int, most_at_once: int) -> int:
-    """Choices of each prompt. Raises ApiError naming the field that is too large for the limits."""
+    """Choices of each prompt. Raises ApiError naming the field that exceeds the limits."""
     most = min(MAX_CHOICES, most_at_once)
     why = "" if most == MAX_CHOICES else f", as {most} requests may run and wait at once and each choice is one"
     if num_prompts > most:
@@ -89,10 +89,10 @@ def _num_choices(num: int, num_prompts: int, most_at_once: int) -> int:
 
 
 def _options(fields: RequestFields, limits: RequestLimits, session_id: str) -> GenerateOptions:
-    """What all choices of a request have in common."""
+    """The options that all choices of a request share."""
     speculation = fields.speculation
     given = {name: getattr(fields, name) for name in AS_GIVEN}
-    if given["top_k"] == -1:  # vLLM's spelling of "off"
+    if given["top_k"] == -1:  # vLLM's value for "off"
         given["top_k"] = 0
     return GenerateOptions(
         session_id=session_id,
@@ -134,14 +134,14 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
 
 
 def constraint_of(field: str, kind: str, schema: str | None, request: RequestFields) -> Constraint | None:
-    """The constraint that `field` demands by its type and schema, or other servers'; None leaves the output free.
+    """The constraint in `field`'s type and schema, or in other servers' fields; None leaves the output free.
 
-    Raises ApiError if both demand one, or the latter is invalid.
+    Raises ApiError if both have one, or the latter is invalid.
     """
     name, form = request.form
     if form is not None:
         if kind != "text":
-            raise invalid(name, sorted(form.model_fields_set), f"be left out beside {field}")
+            raise invalid(name, sorted(form.model_fields_set), f"be left out with {field}")
         return _of_structure(form)
     if schema is not None:
         return Constraint(json_schema=schema, after_reasoning=True)
@@ -160,7 +160,7 @@ def constraint_names(
     field: str = "response_format",
     schema: str = "response_format.json_schema.schema",
 ) -> dict[str, str]:
-    """Names that the client knows, by those of `Constraint`, for error messages."""
+    """The client's names of `Constraint`'s fields, for error messages."""
     name, form = request.form
     if form is None:
         return {"constraint.json_schema": schema, "constraint": field}

@@ -1,4 +1,4 @@
-"""Fields about tools: what may be called, whether it is to be, and calls in earlier messages."""
+"""Fields about tools: the tools that may be called, whether they must be, and calls in earlier messages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from orchestrator.http_api.fields.errors import Json, invalid
 MAX_TOOLS = 128  # as at OpenAI
 MAX_TOOLS_CHARACTERS = MAX_GRAMMAR  # of all descriptions and schemas together
 MAX_CALLS = 128  # in one message
-FUNCTION_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"  # needs no escapes in JSON, and servers of tools have such names
+FUNCTION_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"  # such names need no escapes in JSON, and are usual for tool servers
 NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 
 
 def _parameters(value: Any) -> Any:
-    """Accept the JSON Schema of an object, which need not say that it is one."""
+    """Accept the JSON Schema of an object; its type may be missing."""
     if not isinstance(value, dict):
         raise must("be a JSON Schema")
     schema = value if "type" in value else {"type": "object"} | value
@@ -35,10 +35,10 @@ def _parameters(value: Any) -> Any:
 
 
 def arguments_text(value: Any) -> Any:
-    """Accept the text of a JSON object; an empty text is as good as an empty object."""
+    """Accept the text of a JSON object; an empty text counts as an empty object."""
     try:
         parsed = json.loads(value or "{}")
-        json.dumps(parsed, ensure_ascii=False).encode()  # half of an escaped pair of surrogates is no text
+        json.dumps(parsed, ensure_ascii=False).encode()  # a lone escaped surrogate is not valid text
     except (TypeError, ValueError, RecursionError):
         parsed = None
     if not isinstance(value, str) or not isinstance(parsed, dict):
@@ -47,11 +47,11 @@ def arguments_text(value: Any) -> Any:
 
 
 class FunctionChoice(NamedTuple):
-    """Whether functions are to be called, and perhaps which."""
+    """Whether functions must be called, and perhaps which."""
 
     choice: ToolChoice = ToolChoice.AUTO
-    allowed: Mapping[str, str] = {}  # their names, by the fields that name them; without any it is all functions
-    given: Json | str = "auto"  # as the request says it
+    allowed: Mapping[str, str] = {}  # their names, by the fields that contain them; empty means all functions
+    given: Json | str = "auto"  # the request's value
 
 
 ANY = FunctionChoice()
@@ -64,14 +64,14 @@ CHOICE_SCHEMA: Json = {
 
 
 class ChoiceSpelling(NamedTuple):
-    """How an API spells what is to be called."""
+    """An API's form of the tool choice."""
 
-    function: str  # path from an object that names a function to the field that has the name
+    function: str  # path from an object that names a function to the name
     allowed: str  # path from an object of type "allowed_tools" to the list of such objects
     examples: str  # of both objects
 
     def choice(self, value: Any) -> Any:
-        """Accept a mode, an object that names a function, or one that names all that may be called."""
+        """Accept a mode, an object that names a function, or one that lists the allowed functions."""
         if value in ("none", "auto", "required"):
             return FunctionChoice(ToolChoice(value), given=value)
         if name := self._name(value):
@@ -87,7 +87,7 @@ class ChoiceSpelling(NamedTuple):
         raise must(f"be none, auto, required, {self.examples}")
 
     def _name(self, value: Any) -> str:
-        """The name in an object that only says which function is meant; empty if it is none."""
+        """The name in an object that names a function; empty for other objects."""
         match _fields(value, "function", self.function):
             case {"name": str(name), **more} if not more:
                 return name
@@ -95,7 +95,7 @@ class ChoiceSpelling(NamedTuple):
 
 
 def _fields(value: Any, kind: str, path: str) -> Any:
-    """The fields of an object of this type, beside it or in one that is named so, where the path leads; or None."""
+    """The fields of an object of this type at this path; None if it has another form."""
     match value:
         case {"type": named, **fields} if named == kind:
             is_inside = path.startswith(kind)
@@ -129,7 +129,7 @@ class ToolFields(Fields):
 
 
 class CalledFields(Fields):
-    """The function of a call, and with what it was called."""
+    """The function of a call, and its arguments."""
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     arguments: Annotated[str, BeforeValidator(arguments_text)] = "{}"
@@ -141,7 +141,7 @@ class ToolCallFields(Fields):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFields
-    ignored = frozenset({"index"})  # of streams, which some clients leave in what they send back
+    ignored = frozenset({"index"})  # from streams; some clients send it back
 
 
 ToolList = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
@@ -172,7 +172,7 @@ def tools_of(
     names = [function.name for function in functions]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise invalid(f"tools[{index}]{path}.name", name, "be another than those of the tools before it")
+            raise invalid(f"tools[{index}]{path}.name", name, "differ from the earlier tools' names")
     for field, name in allowed.items():
         if name not in names:
             raise invalid(field, name, f"be one of {', '.join(names)[:256]}")

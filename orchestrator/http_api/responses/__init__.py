@@ -1,1 +1,1 @@
-"""/v1/responses: its fields, from the items of a conversation to a request, and from events to items."""
+"""/v1/responses: its fields, the conversion of a conversation's items to a request, and of events to items."""

@@ -17,7 +17,7 @@ from orchestrator.http_api.responses.fields import ResponseFields, TextFormatFie
 from orchestrator.tools.call_parser import ArgumentsText, CallBegun, ContentText
 
 STATUSES = {None: "in_progress", "stop": "completed", "length": "incomplete", "abort": "cancelled"}
-_LAST_EVENTS = {"cancelled": "failed"}  # by status, where it has another name: OpenAI has no event of a cancelled one
+_LAST_EVENTS = {"cancelled": "failed"}  # by status, if the names differ: OpenAI has no event for cancelled responses
 _CODES = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_exceeded", HTTPStatus.BAD_REQUEST: "invalid_prompt"}
 
 
@@ -29,7 +29,7 @@ class ItemEvent(NamedTuple):
 
 
 class TextKind(NamedTuple):
-    """What items whose content is one part of text differ in."""
+    """The differences between items with one part of text."""
 
     prefix: str  # of ids
     item: Json  # fields of the item
@@ -42,7 +42,7 @@ REASONING = TextKind("rs", {"type": "reasoning", "summary": []}, {"type": "reaso
 
 @dataclass(slots=True)
 class TextItem:
-    """A message or thoughts, as far as they have come. Only tokens of messages have log-probabilities in a response."""
+    """A message or reasoning so far. Only tokens of messages have log-probabilities in a response."""
 
     kind: TextKind
     item_id: str
@@ -60,13 +60,13 @@ class TextItem:
         yield self._event("content_part.added", {"part": self._part()})
 
     def added(self, text: str, logprobs: list[Json]) -> ItemEvent:
-        """Add a further piece of text, with log-probabilities of its tokens; returns the event of it."""
+        """Add a further piece of text, with log-probabilities of its tokens; returns its event."""
         self.text += text
         self.logprobs += logprobs
         return self._event(f"{self.kind.part['type']}.delta", {"delta": text} | self._probabilities(logprobs))
 
     def ended(self, status: str, logprobs: list[Json]) -> Iterator[ItemEvent]:
-        """The events of the ends of text, part and item, with log-probabilities that no piece had."""
+        """The events that end text, part and item, with the log-probabilities of no piece."""
         self.status = status
         self.logprobs += logprobs
         done = {"text": self.text} | self._probabilities(self.logprobs)
@@ -89,7 +89,7 @@ class TextItem:
 
 @dataclass(slots=True)
 class CallItem:
-    """A call of a function, whose text is that of the arguments. Its tokens have no log-probabilities in a response."""
+    """A call of a function; its text is the arguments. Its tokens have no log-probabilities in a response."""
 
     item_id: str
     call_id: str
@@ -106,12 +106,12 @@ class CallItem:
         yield ItemEvent("output_item.added", {"item": self.told()})
 
     def added(self, text: str, _: list[Json]) -> ItemEvent:
-        """Add a further piece of the arguments; returns the event of it."""
+        """Add a further piece of the arguments; returns its event."""
         self.text += text
         return ItemEvent("function_call_arguments.delta", {"item_id": self.item_id, "delta": text})
 
     def ended(self, status: str, _: list[Json]) -> Iterator[ItemEvent]:
-        """The events of the ends of arguments and call."""
+        """The events that end arguments and call."""
         self.status = status
         done: Json = {"item_id": self.item_id, "name": self.name, "arguments": self.text}
         yield ItemEvent("function_call_arguments.done", done)
@@ -122,7 +122,7 @@ Item = TextItem | CallItem
 
 
 def repeated(fields: ResponseFields, tools: Tools | None) -> Json:
-    """What a response says of its request."""
+    """The request's fields that a response repeats."""
     return {
         "background": False,
         "instructions": fields.instructions,
@@ -161,29 +161,29 @@ def _function(function: Function) -> Json:
 
 
 class ResponseAnswer(Answer):
-    """A response in progress: a list of items, the last of which may be open."""
+    """A response in progress: a list of items, of which the last may be open."""
 
-    stream_end = b""  # the last event says that it is the last
+    stream_end = b""  # the last event is recognisable by its type
 
     def __init__(self, head: Head, request: Json, spell: Spell | None, tools: Tools | None, formats: Formats) -> None:
-        """`request` is what `repeated` has of it."""
+        """`request` is the result of `repeated`."""
         super().__init__(head, 1, 1, spell)
         self._request = request
         self._tools, self._formats = tools, formats
         self._items: list[Item] = []
         self._num_events = 0
         self._num_thought = 0  # tokens
-        self._logprobs: list[Json] = []  # of tokens whose text has not come
+        self._logprobs: list[Json] = []  # of tokens whose text is not certain yet
 
     def last_chunks(self) -> Iterator[Json]:
-        """The event that has the whole response."""
+        """The event with the whole response."""
         whole = self.whole()
         if self._status == "cancelled":
             whole["error"] = {"code": "server_error", "message": "the request was aborted"}
         yield self._event(_LAST_EVENTS.get(self._status, self._status), {"response": whole})
 
     def failed(self, error: ApiError) -> Iterator[Json]:
-        """The event that has the response as far as it came, and why it came no further."""
+        """The event with the response so far, and the error that ended it."""
         if not self._num_events:
             yield from self._begun()
         if self._items and self._items[-1].status == "in_progress":
@@ -219,10 +219,10 @@ class ResponseAnswer(Answer):
             yield self._event(kind, {"response": self._told("in_progress")})
 
     def _told_of(self, texts: Sequence[str], *, is_end: bool = False) -> Iterator[Json]:
-        """What the texts of further tokens, or the last text, add to the items."""
+        """The events for the texts of further tokens, or for the last text."""
         content = self.contents[0]
         pieces, num_thought = content.pieces(texts, is_end=is_end), content.num_thought or 0
-        del self._logprobs[: num_thought - self._num_thought]  # those of thoughts are left out
+        del self._logprobs[: num_thought - self._num_thought]  # those of reasoning are left out
         self._num_thought = num_thought
         for piece in pieces:
             match piece:
@@ -258,7 +258,7 @@ class ResponseAnswer(Answer):
         yield from map(self._item_event, self._items[-1].ended(status, self._taken()))
 
     def _taken(self) -> list[Json]:
-        """The log-probabilities that are the last item's; those that come with thoughts are the next one's."""
+        """The log-probabilities for the last item; those that come with reasoning belong to the next item."""
         last = self._items[-1]
         if isinstance(last, TextItem) and last.kind is REASONING:
             return []

@@ -1,4 +1,4 @@
-"""/v1/responses: types and names of its fields, and from the items of a conversation to a request."""
+"""/v1/responses: types and names of its fields, and the conversion of a conversation's items to a request."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from orchestrator.http_api.fields.tools import (
 
 MAX_METADATA = 16  # as at OpenAI; so are the sizes of keys and values
 NOT_KEPT = (
-    "responses are not kept; send the items of the conversation so far as input, whose beginning is found by itself "
-    "and not computed again"
+    "responses are not stored; send the items of the conversation so far as input: its cached beginning is not "
+    "computed again"
 )
-# The key of its text for each type of part; a refusal is one of OpenAI's answers.
+# For each type of part, the key of its text; refusals occur in OpenAI's answers.
 _SAID = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 _RETURNED = {"input_text": "text"}
 _THOUGHT = {"reasoning_text": "text"}
@@ -43,7 +43,7 @@ _CHOICE = ChoiceSpelling(
 )
 LOGPROBS = "message.output_text.logprobs"  # among `include`
 
-# Names of gRPC fields as clients of this API know them, for error messages.
+# Names of gRPC fields in this API, for error messages.
 FIELD_NAMES = {
     "chat.chat_template_kwargs": "chat_template_kwargs",
     "chat.messages": "input",
@@ -75,7 +75,7 @@ class InputCall(Fields):
 
 
 class CallOutput(Fields):
-    """What a called function returned."""
+    """The result of a called function."""
 
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
@@ -84,7 +84,7 @@ class CallOutput(Fields):
 
 
 class ReasoningItem(Fields):
-    """What the model thought before it answered."""
+    """The model's reasoning before an answer."""
 
     type: Literal["reasoning"]
     content: Annotated[
@@ -109,7 +109,7 @@ _ITEMS: Mapping[Any, type[InputItem]] = {
 
 
 def _item(value: Any) -> Any:
-    """Accept an item, by its type: the fields of an invalid one are named as those of that type."""
+    """Accept an item by its type; errors name the fields of that type."""
     if not isinstance(value, dict):
         raise must("be an object with a type")
     kind = value.get("type") or "message"
@@ -123,7 +123,7 @@ def _schema(value: Any) -> Any:
 
 
 def _input(value: Any) -> Any:
-    """Accept a text as the only message, a user's."""
+    """Accept a text as a single user message."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
@@ -136,15 +136,15 @@ def _kept(_: Any) -> Any:
 
 
 class _TypedFields(Fields):
-    type: Literal["function"]  # before all others, which depend on it
+    type: Literal["function"]  # checked first, as the others depend on it
 
 
 class FlatToolFields(FunctionFields, _TypedFields):
-    """A tool: there is one type, whose fields stand beside it."""
+    """A tool: there is one type, with its fields in the same object."""
 
 
 class TextFormatFields(Fields):
-    """What the answer must be."""
+    """The answer's format."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -162,21 +162,21 @@ class TextFormatFields(Fields):
 
 
 class TextFields(Fields):
-    """What the answer must be, and how long."""
+    """The answer's format and length."""
 
     format: TextFormatFields = TextFormatFields(type="text", schema=None)
     ignored = frozenset({"verbosity"})
 
 
 class ReasoningFields(Fields):
-    """How much the model is to think, and what is told of it."""
+    """The reasoning effort, and what is reported of it."""
 
     effort: Effort | None = None
     ignored = frozenset({"summary", "generate_summary", "context", "mode"})
 
 
 class ResponseStreamOptions(Fields):
-    """Nothing about streams can be chosen."""
+    """Options of streams, of which none is supported."""
 
     ignored = frozenset({"include_obfuscation"})
 
@@ -213,11 +213,11 @@ class ResponseFields(RequestFields):
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
         default_factory=dict, max_length=MAX_METADATA
     )
-    user: Annotated[str, Field(max_length=512)] | None = None  # told again in each response
+    user: Annotated[str, Field(max_length=512)] | None = None  # repeated in each response
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     previous_response_id: Annotated[None, BeforeValidator(_kept)] = None
     conversation: Annotated[None, BeforeValidator(_kept)] = None
-    # `max_tool_calls` counts tools that are run by the server, and `image` says how to read images: there are neither.
+    # `max_tool_calls` counts tools that the server runs, and `image` configures images: there are neither.
     ignored = RequestFields.ignored | {"max_tool_calls", "image"}
     neutral: ClassVar[Neutral] = {
         **RequestFields.neutral,
@@ -234,17 +234,17 @@ class Conversation(NamedTuple):
     """The items of a request as a prompt."""
 
     prompt: ChatPrompt
-    field_names: dict[str, str]  # as `FIELD_NAMES`, with the field that each message is from
+    field_names: dict[str, str]  # `FIELD_NAMES`, with each message's field
 
 
 def conversation(fields: ResponseFields, tools: Tools | None) -> Conversation:
-    """The prompt of a request: the instructions first, and calls as part of the assistant's message before them.
+    """The prompt of a request: instructions first; calls are merged into the assistant's message before them.
 
     Raises ApiError naming the invalid field.
     """
     messages: list[Message] = []
     origins: list[str] = []  # of each message
-    thoughts = ""  # of the assistant, before its next message
+    thoughts = ""  # the assistant's, before its next message
     if fields.instructions is not None:
         messages, origins = [Message("system", fields.instructions)], ["instructions"]
     for index, item in enumerate(fields.input):
@@ -272,7 +272,7 @@ def conversation(fields: ResponseFields, tools: Tools | None) -> Conversation:
 def _with_call(message: Message, item: InputCall, index: int) -> Message:
     calls = (*message.tool_calls, ToolCall(item.call_id, item.name, item.arguments))
     if len(calls) > MAX_CALLS:
-        raise invalid(f"input[{index}]", item.type, f"be one of at most {MAX_CALLS} calls that follow one another")
+        raise invalid(f"input[{index}]", item.type, f"be one of at most {MAX_CALLS} consecutive calls")
     return replace(message, tool_calls=calls)
 
 
@@ -280,7 +280,7 @@ def _names(fields: ResponseFields, messages: Sequence[Message], origins: Sequenc
     names = FIELD_NAMES | constraint_names(fields, "text.format", "text.format.schema")
     for index, (message, origin) in enumerate(zip(messages, origins, strict=True)):
         names[f"chat.messages[{index}]"] = origin
-        if message.role == "tool" or message.tool_calls:  # which the item's type says
+        if message.role == "tool" or message.tool_calls:  # implied by the item's type
             inner = "role" if message.role == "tool" else "tool_calls"
             names[f"chat.messages[{index}].{inner}"] = f"{origin}.type"
     if fields.instructions is not None:

@@ -140,7 +140,7 @@ async def test_an_unknown_field_that_is_ignored_is_logged_once(
     for _ in range(2):
         assert (await door.answer(CHAT, {"messages": [USER], "ducoments": []} | SHORT))["choices"]
     assert [record.getMessage() for record in caplog.records if "ducoments" in record.getMessage()] == [
-        "requests have a field 'ducoments', which is not known; it is ignored, as it changes nothing"
+        "requests have an unknown field 'ducoments'; it is ignored, as it has no effect"
     ]
     assert (await door.answer(CHAT, {"messages": [USER], "x" * 10_000: []} | SHORT))["choices"]
     assert len(caplog.records[-1].getMessage()) < 200
@@ -156,7 +156,7 @@ async def test_a_form_is_demanded_once(door: HttpStack) -> None:
     ):
         status, error = await door.refusal(CHAT, {"messages": [USER]} | SHORT | more)
         assert (status, error["param"]) == (400, field), error
-        assert "be left out beside" in error["message"]
+        assert "be left out with" in error["message"]
 
 
 async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
