@@ -1,4 +1,4 @@
-"""What computes on a device: the seam between models and formats, which know no kernels, and these."""
+"""The interface between models and formats, which know no kernels, and the kernels of a device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from bough.model.batch.state_steps import StateSteps
 
 
 class Backend(ABC):
-    """Computes on one kind of device. Results of a row depend on that row alone, bit for bit."""
+    """The computations of one kind of device. A row's result depends on that row alone, bit for bit."""
 
     name: ClassVar[str]  # of its module in `bough.model.backends`
-    rooms: ClassVar[tuple[str, ...]]  # packages whose code decides its bits, besides that module
-    replaces_products = True  # whether models compute by `linear` in place of torch's own function
-    compiles_ahead = False  # whether it has kernels that a worker compiles before it loads a model
+    rooms: ClassVar[tuple[str, ...]]  # packages whose code decides its bits, in addition to that module
+    replaces_products = True  # whether models use `linear` instead of torch's function
+    compiles_ahead = False  # whether a worker must compile kernels before it loads a model
     captures_steps = False  # whether a draft's steps may be captured as graphs
 
     @abstractmethod
     def describe(self, device: torch.device) -> str:
-        """Name of the device, and how it computes; workers in which this differs give different bits."""
+        """Name of the device and of its arithmetic; if two workers' descriptions differ, their bits do."""
 
     def make_ready(self, device: torch.device) -> None:
         """Prepare a device before a model is loaded. Raises ConfigError or AcceleratorFull if that is not possible."""
@@ -164,17 +164,17 @@ _chosen: list[str] = []  # at most one name, of the backend for all devices of t
 
 
 def backend_of(device: torch.device) -> Backend:
-    """What computes on a device."""
+    """The backend of a device."""
     return load(_chosen[0] if _chosen else usual_name(device))
 
 
 def usual_name(device: torch.device) -> str:
-    """Name of the backend that a device has unless the reference is asked for."""
+    """Name of the default backend of a device."""
     return "cpu" if device.type == "cpu" else "triton"
 
 
 def choose_backend(name: str, device: torch.device) -> Backend:
-    """Set what computes in this process, by the setting `--backend`; a worker does so before it loads a model.
+    """Set the backend of this process, by the setting `--backend`; a worker does so before it loads a model.
 
     Raises ConfigError if the backend does not compute on the device.
     """
@@ -187,7 +187,7 @@ def choose_backend(name: str, device: torch.device) -> Backend:
 
 @contextmanager
 def computing_by(name: str) -> Iterator[Backend]:
-    """Compute by the backend of a name within the block, on all devices and threads."""
+    """Use the backend of this name within the block, on all devices and threads."""
     before = list(_chosen)
     _chosen[:] = [name]
     try:

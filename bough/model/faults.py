@@ -1,4 +1,4 @@
-"""Classification of GPU errors: out of memory, after which work goes on, and a lost context, after which none does."""
+"""Classification of GPU errors: out of memory, which a process survives, and a lost context, which ends it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_full(exc: Exception) -> bool:
 
 
 def _asked(devices: Iterable[torch.device]) -> AcceleratorLost | None:
-    """The loss of the first device that cannot be waited for any more; None if all of them work."""
+    """The loss of the first device that cannot be synchronised any more; None if all of them work."""
     for device in devices:
         try:
             if device.type == "cuda":

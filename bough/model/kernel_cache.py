@@ -1,8 +1,7 @@
-"""Where numba caches compiled code: by the contents of the compiled files, wherever they are.
+"""The location of numba's cache of compiled code: by the contents of the compiled files instead of their paths.
 
-numba's default cache is by path and checks only a function's own file for changes. With it every clone would compile
-the same files again, for a minute or more, and a function would go on with old code of a changed function in another
-file.
+numba's default cache is by path and checks only a function's own file for changes. Every clone would compile the same
+files again, for a minute or more, and a function would still call the old code of a changed function in another file.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ KERNELS = Path(__file__).parent / "cpu"  # called by compiled functions of all p
 
 
 class ByContents(UserProvidedCacheLocator):
-    """Locates the cache in NUMBA_CACHE_DIR, in a folder named by a hash of all files that the code may call."""
+    """Locates the cache in NUMBA_CACHE_DIR, in a folder named by a hash of all files that the code may use."""
 
     @classmethod
     def get_suitable_cache_subpath(cls, py_file: str) -> str:

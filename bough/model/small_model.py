@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "bos_token_id": None,  # the default is beyond this vocabulary
+    "bos_token_id": None,  # the default is outside this vocabulary
     "eos_token_id": None,
     "pad_token_id": None,
 }

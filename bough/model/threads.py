@@ -44,8 +44,8 @@ def hand_over_soon() -> None:
 def compute_reproducibly_with(num_threads: int) -> None:
     """Set the number of threads so that bits are batch-invariant; must be called on the thread that computes.
 
-    torch divides numbers evenly among threads: with three it would split a row, and the numbers at the split, which do
-    not fill a vector, are rounded differently. So torch gets two threads at most, except for products (`all_threads`).
+    torch divides numbers evenly among threads. Three threads would split a row, and the numbers at the split, which do
+    not fill a vector, are rounded differently. So torch gets at most two threads, except for products (`all_threads`).
     """
     compute_with(num_threads)
     torch.set_num_threads(min(num_threads, WHOLE))

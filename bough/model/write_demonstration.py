@@ -1,7 +1,7 @@
 """The demonstration target: SmolLM2-135M-Instruct, block-expanded to a size that must be streamed.
 
 Block expansion (LLaMA Pro, arXiv 2401.02415): copies of a block whose `o_proj` and `down_proj` are zero are read and
-computed in full but change nothing. So the text is the original model's, at the cost of a model ten times its size.
+computed in full but change nothing. So the text is the original model's, at the cost of a model ten times as large.
 
 `python -m bough.model.write_demonstration FOLDER [COPIES]` writes it, unless it exists. This module imports neither
 torch nor transformers, which would take longer than writing.
@@ -45,7 +45,7 @@ OUTSIDE_TENSORS = {"token_embd.weight": "model.embed_tokens.weight", "output_nor
 ZEROED = ("attn_output", "ffn_down")
 ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}  # their rows are in llama.cpp's order
 
-Bfloat16 = np.ndarray[Any, np.dtype[np.uint16]]  # numpy has no bfloat16: the bits
+Bfloat16 = np.ndarray[Any, np.dtype[np.uint16]]  # bits, as numpy has no bfloat16
 
 
 def write_demonstration(folder: Path, copies: int) -> None:
@@ -107,7 +107,7 @@ def _write_weights(header: GgufHeader, folder: Path, copies: int) -> None:
 
 
 def _save(tensors: Mapping[str, Bfloat16], file: Path) -> None:
-    """Write a safetensors file with the bytes that the library would write, which has no bfloat16 without torch."""
+    """Write a safetensors file with the library's bytes; the library has no bfloat16 without torch."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in sorted(tensors):

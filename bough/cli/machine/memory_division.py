@@ -127,7 +127,7 @@ def require_kv(target: TargetConfig, memory: int) -> None:
     """Raise ConfigError unless the target's --kv-memory is less than its whole memory of `memory` bytes."""
     if target.kv_memory >= memory:
         raise ConfigError(
-            f"--kv-memory: must be less than {gigabytes(memory)}, which are for weights, KV and activations, got "
+            f"--kv-memory: must be less than the {gigabytes(memory)} for weights, KV and activations, got "
             f"{gigabytes(target.kv_memory)}"
         )
 

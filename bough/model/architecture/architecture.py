@@ -87,7 +87,7 @@ def load_config(path: Path) -> PretrainedConfig:
 
 
 def _with_factors(config: PretrainedConfig, *_: Any, **__: Any) -> tuple[torch.Tensor, float]:
-    """Rotary frequencies of a GGUF file with factors, which it has where they are not scaled alike; and their scale."""
+    """Rotary frequencies of a GGUF file with separate factors, and their scale."""
     rope, powers = config.rope_parameters, torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
     return 1.0 / (rope["rope_theta"] ** powers) / torch.tensor(rope["factors"]), 1.0
 
@@ -137,7 +137,7 @@ def _why_not(model: PreTrainedModel) -> str:
     """Why a model cannot run on trees; empty if it can.
 
     Each node of a tree has its own path, which attention can select from the keys in a slot; a recurrent state must be
-    computed along it, by code of ours for each kind of layer.
+    computed along it, by our own code for each kind of layer.
     """
     kinds = {*(getattr(model.config, "layer_types", None) or ())}
     others = sorted(kinds - ATTENTIONS - {RECURRENT})
@@ -149,7 +149,7 @@ def _why_not(model: PreTrainedModel) -> str:
         would_do = " or ".join(sorted(ATTENTIONS))
         return f"{which} keep a state, or choose keys in a way that trees do not allow; layers must be {would_do}"
     elif not model._supports_attention_backend:
-        return "it computes attention on its own and not through transformers' attention interface"
+        return "it computes attention by itself and not through transformers' attention interface"
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return "its decoder does not list its layers as `layers`"
@@ -165,7 +165,7 @@ def _why_not_kept(config: PretrainedConfig, layers: nn.ModuleList) -> str:
     if getattr(config, "num_kv_shared_layers", None):
         return "some of its layers attend to the keys of others, and have none themselves"
     if getattr(config, "cross_attention_layers", None):
-        return "some of its layers attend to pictures, which are no part of a text"
+        return "some of its layers attend to images, which are not part of a text"
     shape = KVShape.of(config, torch.float32)
     wanted = shape.num_kv_heads * shape.head_dim
     for index, layer in enumerate(layers):
@@ -173,8 +173,8 @@ def _why_not_kept(config: PretrainedConfig, layers: nn.ModuleList) -> str:
             is_either = name.rpartition(".")[2] in ("k_proj", "v_proj") and isinstance(module, nn.Linear)
             if is_either and module.out_features != wanted:
                 return (
-                    f"layer {index} makes {module.out_features} numbers in {name} where {shape.num_kv_heads} heads of "
-                    f"{shape.head_dim} are {wanted}; slots have the same room in every layer"
+                    f"layer {index} makes {module.out_features} numbers in {name}, but {shape.num_kv_heads} heads of "
+                    f"{shape.head_dim} are {wanted}; slots have the same size in every layer"
                 )
     return ""
 

@@ -1,7 +1,7 @@
 """Gated delta nets (arXiv 2412.06464), the recurrent layers of Qwen3-Next and Qwen3.5, on the paths of trees.
 
-A row's step of the recurrence is computed alone, from its parent's state, by the same arithmetic whatever stands beside
-it. Prompts take the same steps one after another: the chunked form rounds otherwise.
+A row's step of the recurrence is computed from its parent's state alone, with the same arithmetic in any batch. Prompts
+take the same steps one after another, as the chunked form rounds differently.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from bough.model.kv.states import UNUSABLE, LayerState, StateRows
 
 MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # whose recurrent layers are of this kind
 ROW_STEP = 4  # the convolution's rows are padded to multiples, as torch must split them into whole vectors
-CHANNEL_STEP = 16  # and a multiple of so many channels is asked for, for the same reason
+CHANNEL_STEP = 16  # the number of channels must be a multiple of this, for the same reason
 
 
 def run_trees(model: nn.Module) -> None:
-    """Have a model's layers run on trees, each with its place among the layers of its kind in a slot."""
+    """Make a model's recurrent layers run on trees, each with its index among the layers of its kind in a slot."""
     config: Any = model.config
     if StateShape.of(config, torch.float32) is None:
         return
@@ -43,7 +43,7 @@ def why_not_recurrent(config: Any) -> str:
     """Why a configuration's recurrent layers cannot run; empty if they can."""
     shape = StateShape.of(config, torch.float32)
     if config.model_type not in MODEL_TYPES or shape is None:
-        return f"layers of {RECURRENT} keep a state, which is followed along trees only in {', '.join(MODEL_TYPES)}"
+        return f"layers of {RECURRENT} keep a state, which is supported on trees only in {', '.join(MODEL_TYPES)}"
     if shape.num_layers == config.num_hidden_layers:
         return "all of its layers keep a state, and none has attention"
     if shape.num_heads % shape.num_key_heads:
@@ -112,7 +112,9 @@ def _advance(module: Any, state: LayerState, piece: BatchPart, begin: int, rows:
     steps = piece.chain_steps(len(rows.decay), len(state.window))
     state.length = UNUSABLE  # if this fails midway
     out = _run(module, state, rows, steps, len(rows.decay) - num_kept)
-    state.window = torch.cat((state.window, rows.inputs))[len(rows.decay) :].clone()  # without the memory of the others
+    state.window = torch.cat((state.window, rows.inputs))[
+        len(rows.decay) :
+    ].clone()  # a copy, without the other rows' memory
     state.length, state.kept = length, state.no_rows()
     return out
 

@@ -1,10 +1,9 @@
 """Multi-head latent attention (MLA, DeepSeek V2): slots keep the latents that keys and values are made from.
 
 A token has one latent, of which `kv_b_proj` makes every head's value and the unrotated part of its key, and one rotated
-part of the key for all heads. Nothing is expanded here: a query's product with an expanded key is that of the query,
-multiplied by the head's matrix of keys, with the latent; and weighted latents are summed before they go through the
-matrix of values. So attention has a single KV head, whose key is the rotated part and the latent, and whose value is
-the latent. The rest of the layer is transformers' own.
+part of the key for all heads. Nothing is expanded here: the head's matrix of keys is applied to the query instead of to
+the latents, and its matrix of values to the weighted sum of latents. So attention has a single KV head: its key is the
+rotated part and the latent, its value is the latent. The rest of the layer is transformers'.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from bough.model.backend import backend_of
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Whether a module is an attention that transformers caches compressed, and expands by this method."""
+    """Whether a module is latent attention, which transformers caches compressed and expands by this method."""
     return hasattr(module, "expand_kv")
 
 
@@ -28,7 +27,7 @@ def why_not_compressed(config: PretrainedConfig, layers: nn.ModuleList) -> str:
     for index, layer in enumerate(layers):
         found: list[Any] = [module for module in layer.modules() if is_latent(module)]
         if [attention.layer_idx for attention in found] != [index]:
-            return f"layer {index} has {len(found)} attentions with latents (MLA), where slots have room for one"
+            return f"layer {index} has {len(found)} attentions with latents (MLA), but slots have room for one"
         (attention,) = found
         if getattr(attention, "indexer", None) is not None:
             return f"layer {index} chooses keys with an indexer, in a way that trees do not allow"
@@ -39,7 +38,7 @@ def why_not_compressed(config: PretrainedConfig, layers: nn.ModuleList) -> str:
 
 
 def keep_compressed(model: nn.Module) -> None:
-    """Have latent attention hand over what is cached, to `tree_attention`, instead of what it is expanded to."""
+    """Make latent attention pass the cached latents to `tree_attention` instead of expanding them."""
     module: Any
     for module in filter(is_latent, model.modules()):
         module.expand_kv = _as_cached

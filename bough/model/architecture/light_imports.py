@@ -4,9 +4,9 @@
 
 The import pulls in torch._dynamo, the inductor, sympy and torch.distributed.tensor, for decorators that only matter to
 `torch.compile` and for tensors spread over processes. Workers use neither; they took a third of the import time and
-140 MB. So while transformers is imported, torch._dynamo is a stub whose decorators do nothing, and transformers is told
-that torch was built without torch.distributed and flex attention, as some builds are. Amazon's boto3, which accelerate
-imports where it is installed to ask about its settings, is hidden meanwhile.
+140 MB. So while transformers is imported, torch._dynamo is a stub whose decorators do nothing, and torch appears to be
+built without torch.distributed and flex attention, as some builds are. Amazon's boto3, which accelerate imports if it
+is installed, is hidden meanwhile.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def _without_compiler() -> Iterator[None]:
 
 @contextmanager
 def _hidden() -> Iterator[None]:
-    """Make `import boto3` fail as where it is not installed; it works again afterwards."""
+    """Make `import boto3` fail during the block as if it were not installed."""
     if HIDDEN in sys.modules:
         yield
         return
-    missing: Any = None  # this is how the import system marks it
+    missing: Any = None  # the import system's mark of a missing module
     sys.modules[HIDDEN] = missing
     try:
         yield
@@ -98,7 +98,7 @@ def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _indexing() -> Any:
-    """The real context in which transformers makes masks, should it be needed."""
+    """The real context in which transformers makes masks, if it is needed."""
     return importlib.import_module(INDEXING).TransformGetItemToIndex()
 
 

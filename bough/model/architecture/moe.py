@@ -23,35 +23,35 @@ from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Stored, TensorSource, parts_of, pieces
 
 NAME = "bough"
-EXPERT_ROWS = 16  # rows of an expert's products are padded to multiples of this, so that a library rounds them alike
-_num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # rows beyond are padding; None: no row is
+EXPERT_ROWS = 16  # rows of an expert's products are padded to multiples of this: a library then rounds all alike
+_num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # rows beyond are padding; None: there is none
 Result = TypeVar("Result")
 
 
 class _Asking(greenlet):  # type: ignore[misc]  # greenlet has no types
-    """The greenlet of one of the functions that run side by side."""
+    """The greenlet of one function of `side_by_side`."""
 
 
 def is_side_by_side() -> bool:
-    """Whether the caller runs beside others, so that `ask` may be called."""
+    """Whether the caller runs in `side_by_side` and may call `ask`."""
     return isinstance(getcurrent(), _Asking)
 
 
 def ask(question: Any) -> Any:
-    """The answer to a question, once all the others have asked theirs or have ended."""
+    """The answer to a question, once all other functions have asked theirs or ended."""
     hub = getcurrent().parent
-    assert hub is not None, "whoever asks was started by `side_by_side`"
+    assert hub is not None, "only functions of `side_by_side` ask"
     return hub.switch(question)
 
 
 def side_by_side(
     functions: Sequence[Callable[[], Result]], answer: Callable[[list[Any]], Sequence[Any]]
 ) -> list[Result]:
-    """Results of all functions; `answer` gets the questions that they have come to, and returns the answers.
+    """Results of all functions; `answer` gets the functions' questions and returns the answers.
 
-    A layer's forward is transformers' own, and cannot be cut in two where its router has chosen. So each function, for
-    a chunk of rows, runs in a greenlet, which is left when it asks for its experts and goes on with the answer, in the
-    same thread. An error of any of them, or of `answer`, ends all.
+    A layer's forward is transformers' own, and cannot be split after its router. So each function, for a chunk of rows,
+    runs in a greenlet, which pauses when it asks for its experts and continues with the answer, in the same thread. An
+    error of any of them, or of `answer`, ends all.
     """
     tasks, results = [_Asking(function) for function in functions], dict[_Asking, Any]()
     for task in tasks:
@@ -67,7 +67,7 @@ def side_by_side(
     finally:
         for task in tasks:
             if not task.dead:
-                task.throw()  # ends it, so that it gives back what it holds
+                task.throw()  # ends the greenlet, which then releases its resources
     return [results[task] for task in tasks]
 
 
@@ -90,7 +90,7 @@ class ExpertSources:
         return max(part.scratch_bytes(dtype) for part in self.parts)
 
     def table(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> ExpertTable:
-        """The table that takes the parameter's place; `raw` as in `TensorSource.value`."""
+        """The table that replaces the parameter; `raw` as in `TensorSource.value`."""
         raws, taken = [], 0
         for part in self.parts:
             raws.append(tuple(raw[taken : taken + len(part.places)]))
@@ -171,7 +171,7 @@ class ExpertTable:
 
 
 class _Routed(NamedTuple):
-    """The rows of a chunk that have come to a layer's experts, without padding."""
+    """The rows of a chunk that have reached a layer's experts, without padding."""
 
     module: nn.Module
     hidden: torch.Tensor  # (num_rows, hidden_size)
@@ -198,9 +198,9 @@ def experts_forward(
 
 
 def routed_together(chunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-    """Compute a layer's chunks of rows with one stop for their routers, and each expert once for all of them.
+    """Compute a layer's chunks of rows with one stop after their routers, and each expert once for all of them.
 
-    The host must know which experts to load, and waits for the device to say so.
+    The host waits for the device's choice, as it must know which experts to load.
     """
     return side_by_side(chunks, _outputs) if len(chunks) > 1 else [chunk() for chunk in chunks]
 
@@ -208,11 +208,11 @@ def routed_together(chunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.
 def _outputs(chunks: Sequence[_Routed]) -> list[torch.Tensor]:
     """The output of a layer's experts for the rows of each chunk.
 
-    Results are added in the order of experts, in whatever order these are loaded. Except for products of ours, each
-    product has a multiple of EXPERT_ROWS rows, so that a result depends on its row alone.
+    Results are added in the order of experts, independent of the order of loading. Except for our own products, each
+    product has a multiple of EXPERT_ROWS rows; a result then depends on its row alone.
     """
     module, *others = {chunk.module for chunk in chunks}
-    assert not others, "chunks come to the same experts"
+    assert not others, "all chunks reach the same experts"
     hidden, chosen, weights = (_joined(list(each), 0) for each in list(zip(*chunks, strict=True))[1:4])
     result, choices = torch.zeros_like(hidden), _by_expert(chosen, int(module.num_experts))  # type: ignore[arg-type]
     order: Sequence[int] = tuple(choices)
@@ -253,7 +253,7 @@ def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.
 
 
 def stack_of(module: nn.Module, source: AnySource) -> ExpertSources | None:
-    """The experts of a stacked parameter, or None if it is none; one stored tensor is split by experts."""
+    """The experts of a stacked parameter, or None for other parameters; a single stored tensor is split by experts."""
     if not has_own_products(module):
         return None
     if isinstance(source, ExpertSources):
@@ -264,7 +264,7 @@ def stack_of(module: nn.Module, source: AnySource) -> ExpertSources | None:
 
 
 def has_own_products(module: nn.Module) -> bool:
-    """Whether `experts_forward` computes a module: transformers then tells how its matrices are laid out."""
+    """Whether `experts_forward` computes a module: transformers then knows the layout of its matrices."""
     return hasattr(module, "is_transposed")
 
 

@@ -1,4 +1,4 @@
-"""Computes on a CPU by kernels of ours, compiled by numba."""
+"""The CPU backend: our own kernels, compiled by numba."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CpuBackend(Backend):
     layers = CompiledLayers
 
     def describe(self, device: torch.device) -> str:
-        """torch's instruction set, and how our products multiply bfloat16."""
+        """torch's instruction set, and the way in which our products multiply bfloat16."""
         dots = " and products of bfloat16" if has_feature("avx512bf16") else ""
         ours = "by pairs" if multiplies_pairs() else "one by one"
         return f"CPU with {torch.backends.cpu.get_cpu_capability()}{dots}, ours {ours}"

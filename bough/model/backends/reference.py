@@ -1,7 +1,7 @@
-"""Computes by torch's operators and plain formulas, row by row: slow, short, and for anyone who doubts a kernel.
+"""The reference backend: torch's operators and plain formulas, row by row. It is slow and short, to check kernels with.
 
-A row's result is computed from numbers of its own path alone, in shapes that depend on its path alone, or among a fixed
-number of rows. So it has the same bits in any batch. They differ from those of the other backends by rounding.
+A row's result is computed only from its own path, in shapes that depend only on its path, or among a fixed number of
+rows. So it has the same bits in any batch. They differ from other backends' bits by rounding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Computes on a GPU: Triton kernels of ours, and the library's products of a fixed number of rows."""
+"""The GPU backend: our own Triton kernels, and the library's products with a fixed number of rows."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _take_library_memory(device: torch.device) -> None:
 def require_kernels(device: torch.device, try_one: Callable[[], None]) -> None:
     """Run `try_one`, which compiles a kernel. Raises ConfigError if Triton is missing or fails.
 
-    Where a device has no memory left, its error is raised as it is.
+    If a device has no memory left, its error is raised unchanged.
     Triton needs a C compiler for a kernel's first launch; without one a worker would fail only then.
     """
     kernels()

@@ -41,13 +41,13 @@ class BatchPart:
         return bool(self.tail.shape[1])
 
     def tree_steps(self, width: int) -> StateSteps:
-        """Steps of recurrent layers along the tree; the same for all layers, whose convolutions are equally wide."""
+        """Steps of recurrent layers along the tree; the same for all layers, as their convolutions are equally wide."""
         if self._tree_steps is None:
             self._tree_steps = tree_steps(self, width)
         return self._tree_steps
 
     def chain_steps(self, num_rows: int, width: int) -> StateSteps:
-        """Steps over rows that follow one another: some of the piece's, after some that were accepted before."""
+        """Steps over consecutive rows: some of the piece's, after rows that were accepted earlier."""
         if num_rows not in self._chain_steps:
             self._chain_steps[num_rows] = chain_steps(num_rows, width)
         return self._chain_steps[num_rows]
@@ -123,13 +123,13 @@ class Batch:
         self.chunks = tuple(self._chunk(begin, min(begin + counts.most, self.num_rows)) for begin in begins)
 
     def send(self, elsewhere: Collection[torch.device] = ()) -> None:
-        """Send what attention needs to devices, before work is queued there that the copies would wait for."""
+        """Send attention's inputs to devices, before work is queued there that the copies would wait for."""
         for device in (self._device, *elsewhere) if self._device.type != "cpu" else elsewhere:
             for chunk in self.chunks:
                 chunk.paths_on(device)
 
     def seen_as(self, chunks: Sequence[Chunk]) -> Batch:
-        """A batch of the same rows with other chunks, one for each of its own, whose keys and values are elsewhere."""
+        """A batch of the same rows with replaced chunks, one for each, whose keys and values are elsewhere."""
         other = copy.copy(self)
         other.chunks = tuple(chunks)
         return other

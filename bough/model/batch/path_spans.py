@@ -1,4 +1,4 @@
-"""Where the rows of a batch have their keys and values, as arrays for compiled code."""
+"""The places of a batch's keys and values, as arrays for compiled code."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _tasks(
 ) -> list[tuple[int, int, int, int]]:
     """Tasks for each KV head of row ranges that attend together, cut where a thread's share ends.
 
-    Tasks are ordered by piece, as its heads' keys are neighbours, and then by head, so that a head's keys stay cached.
+    Tasks are ordered by piece, as its heads' keys are neighbours, and then by head, to keep a head's keys cached.
     """
     num_rows = num_kv_heads * sum(end - begin for _, begin, end in together)
     share_ends = [num_rows * thread // num_threads for thread in range(1, num_threads)]

@@ -1,4 +1,4 @@
-"""In which order a recurrent layer's states go along the paths of a tree, with few states at a time."""
+"""The order in which a recurrent layer's states advance along the paths of a tree, with few states at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StateSteps:
         return self._on[device]
 
     def _table(self) -> NDArray[np.int32]:
-        """Steps with their transfers: the state at hand is that after the last step, unless it is read."""
+        """Steps with their transfers: the current state is the one after the last step, unless a state is read."""
         _, before, after = self.steps.T
         follows = before[1:] == after[:-1]
         is_read = np.concatenate(([True], ~follows))[: len(before)]
@@ -51,7 +51,7 @@ class StateSteps:
 
 
 def chain_steps(num_rows: int, width: int) -> StateSteps:
-    """Rows that follow one another, after which the session's own state is that of the last."""
+    """Consecutive rows, after which the session's own state is the last row's."""
     steps = np.zeros((num_rows, 3), np.int64)
     steps[:, 0] = np.arange(num_rows)
     rows = torch.arange(num_rows)
@@ -59,9 +59,9 @@ def chain_steps(num_rows: int, width: int) -> StateSteps:
 
 
 def tree_steps(piece: BatchPart, width: int) -> StateSteps:
-    """The nodes on the paths of a piece of a tree, which leave the session's own state as it is.
+    """The nodes on the paths of a piece of a tree; they do not change the session's own state.
 
-    Those before the piece are passed again.
+    Nodes before the piece are computed again.
     """
     nodes = _parents(piece)
     number = {node: place for place, node in enumerate(nodes)}
@@ -86,9 +86,9 @@ def _parents(piece: BatchPart) -> dict[int, int]:
 
 
 def _steps(parents: dict[int, int]) -> tuple[list[tuple[int, int, int]], int]:
-    """Steps in depth-first order. A node's largest branch comes last and takes over its place, the others copy it.
+    """Steps in depth-first order. A node's largest branch comes last and takes over its state; the others copy it.
 
-    So there are never more states than the logarithm of the number of nodes, and one.
+    So there are at most log2(number of nodes) + 1 states.
     """
     sizes, children = dict.fromkeys(parents, 1), {node: list[int]() for node in parents}
     for node in reversed(parents):

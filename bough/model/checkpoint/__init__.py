@@ -1,1 +1,1 @@
-"""Checkpoints on disk: where each tensor is, files written beside them, and the Hugging Face cache."""
+"""Checkpoints on disk: places of tensors, files written next to them, and the Hugging Face cache."""

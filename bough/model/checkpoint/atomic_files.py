@@ -37,7 +37,7 @@ def make_folder(flag: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
-        raise ConfigError(f"{flag}: {folder} cannot be made: {exc.strerror}; choose another folder") from exc
+        raise ConfigError(f"{flag}: {folder} cannot be created: {exc.strerror}; choose another folder") from exc
 
 
 def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None:
@@ -48,9 +48,11 @@ def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None
     """
     partial = file.with_name(file.name + PARTIAL)
     try:
-        partial.unlink(missing_ok=True)  # a killed process may have left it, with another mode
+        partial.unlink(missing_ok=True)  # a killed process may have left the file, with another mode
         partial.touch()
-        mode = partial.stat().st_mode  # of a new file here; safetensors gives its files to their owner alone
+        mode = (
+            partial.stat().st_mode
+        )  # the usual mode of a new file; safetensors' files are readable only by their owner
         write(partial)
         partial.chmod(mode)
         with partial.open("rb") as stream:
@@ -63,5 +65,5 @@ def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None
             raise
         what = f"{file}: {content}" if content else f"{file}:"
         known = (code for code in REMEDIES if getattr(exc, "errno", None) == code or f"(os error {code})" in str(exc))
-        remedy = REMEDIES.get(next(known, 0), OTHERWISE)  # an error of safetensors has its number in the message alone
+        remedy = REMEDIES.get(next(known, 0), OTHERWISE)  # safetensors' errors have the number only in the message
         raise ConfigError(f"{what} cannot be written: {exc}; {remedy}") from exc

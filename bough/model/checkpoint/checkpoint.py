@@ -73,8 +73,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Hash of the configuration, places and shapes of all tensors, and their contents; the same on every machine.
 
-        Contents are covered by samples of every tensor, to tell apart checkpoints of one training run, which have equal
-        headers: training changes nearly every number, so a few suffice. Their number is limited, for fast starts.
+        Samples of every tensor distinguish checkpoints of one training run, which have equal headers: training changes
+        nearly every number, so a few samples suffice. Their number is limited, for fast starts.
 
         Raises:
             CheckpointError: the samples cannot be read.

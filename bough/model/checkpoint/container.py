@@ -1,4 +1,4 @@
-"""What holds a checkpoint's weights, as its readers see it; `model_places` tells which container a model has."""
+"""The interface of a checkpoint's container, for readers; `model_places` chooses the container of a model."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class Container(Protocol):
         """
 
     def model_config(self) -> PretrainedConfig:
-        """The configuration as transformers has it, which raises errors of its own."""
+        """The configuration in transformers' form; raises transformers' errors."""
 
     def description(self) -> bytes:
-        """The bytes that a fingerprint covers beside tensors."""
+        """The bytes that a fingerprint covers in addition to tensors."""
 
     def tokenizer_files(self) -> TokenizerFiles:
         """The tokenizer.

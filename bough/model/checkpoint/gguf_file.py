@@ -17,7 +17,7 @@ from bough.errors import CheckpointError
 from bough.model.checkpoint.container import TensorPlace
 
 SUFFIX, MAGIC, VERSIONS = ".gguf", b"GGUF", (2, 3)
-MOST_VERSION = 1 << 16  # beyond which it is a small number with its bytes in the other order
+MOST_VERSION = 1 << 16  # a larger number is a small one with its bytes in the other order
 PLAIN = {"F32": 4, "F16": 2, "BF16": 2}  # types of single numbers, and their bytes
 BLOCKS = {  # types of blocks: numbers and bytes of a block
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
@@ -26,8 +26,11 @@ BLOCKS = {  # types of blocks: numbers and bytes of a block
 }  # fmt: skip
 TEXT, LIST = 8, 9  # kinds of fields
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # others
-MOST_LISTED, MOST_AXES = 1 << 16, 8  # elements of a list that is no tokenizer's, and axes; models have far fewer
-ALIGNMENT = 32  # bytes of which weights begin at a multiple, unless general.alignment says another number
+MOST_LISTED, MOST_AXES = (
+    1 << 16,
+    8,
+)  # limit of axes, and of a list's elements outside the tokenizer; models have far fewer
+ALIGNMENT = 32  # weights begin at multiples of this many bytes, unless general.alignment is set
 OF_SEVERAL = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
 
@@ -39,20 +42,20 @@ class ListPlace(NamedTuple):
 
 
 class Cursor:
-    """Takes one value after another from a header's bytes; struct.error or ValueError tell that these end before it."""
+    """Reads the values of a header in order; struct.error or ValueError mean that the bytes end too early."""
 
     def __init__(self, data: mmap, at: int) -> None:
         """Begin at byte `at`."""
         self._data, self.at = data, at
 
     def number(self, code: str) -> Any:
-        """A number of a kind of the library struct."""
+        """A number of one of struct's formats."""
         (number,) = struct.unpack_from(f"<{code}", self._data, self.at)
         self.at += struct.calcsize(f"<{code}")
         return number
 
     def text(self) -> str:
-        """A text, which its length precedes."""
+        """A text, preceded by its length."""
         return self._texts(1)[0]
 
     def value(self, kind: int) -> Any:
@@ -76,7 +79,7 @@ class Cursor:
         return list(numbers)
 
     def skipped_list(self) -> ListPlace:
-        """The place of a list, which is passed over."""
+        """Skip a list, and return its place."""
         begin, (kind, length) = self.at, self._list_start()
         if kind in NUMBERS:
             self.at += self._fitting(kind, length) * struct.calcsize(f"<{NUMBERS[kind]}")
@@ -113,10 +116,10 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What stands before the weights."""
+    """The header, before the weights."""
 
     file: Path  # the first, if a model is split
-    fields: Mapping[str, Any]  # by key; of the lists of a tokenizer the ListPlace
+    fields: Mapping[str, Any]  # by key; a tokenizer's lists are ListPlaces
     tensors: Mapping[str, TensorPlace]  # of all files
     num_bytes: int  # of the first file before its weights
 
@@ -159,7 +162,7 @@ class GgufHeader:
 
 
 def files_of(file: Path) -> list[Path]:
-    """All files of a split model whose first one has this name, which they follow; else the file alone."""
+    """All files of a split model if this is the name of its first one; otherwise the file alone."""
     found = OF_SEVERAL.fullmatch(file.name)
     start, count = (found[1], int(found[2])) if found else ("", 1)
     return [file, *(file.with_name(f"{start}-{n:05d}-of-{count:05d}{SUFFIX}") for n in range(2, count + 1))]
@@ -171,7 +174,7 @@ def read_gguf(file: Path) -> GgufHeader:
     Raises:
         CheckpointError: a file is missing, damaged or truncated, or has tensors of unsupported types.
     """
-    header = _kept(file)
+    header = _cached_header(file)
     if not isinstance(header.fields.get("general.architecture"), str):
         raise header.refusal("has no field general.architecture")
     count = header.fields.get("split.count") or 1
@@ -181,14 +184,14 @@ def read_gguf(file: Path) -> GgufHeader:
         if len(files := files_of(file)) != count:
             raise header.refusal(
                 f"is one of {count} files of a split model; must be the first one, named ...-00001-of-{count:0>5}"
-                f"{SUFFIX}, with the others beside it"
+                f"{SUFFIX}, with the others next to it"
             )
-        parts = [_kept(part).tensors for part in files[1:]]
+        parts = [_cached_header(part).tensors for part in files[1:]]
         return replace(header, tensors={name: each for part in (header.tensors, *parts) for name, each in part.items()})
     return header
 
 
-def _kept(file: Path) -> GgufHeader:
+def _cached_header(file: Path) -> GgufHeader:
     try:
         status = file.stat()
     except OSError as exc:
@@ -198,7 +201,7 @@ def _kept(file: Path) -> GgufHeader:
 
 @lru_cache(maxsize=32)
 def _read(file: Path, _mtime_ns: int, _size: int) -> GgufHeader:
-    """Kept, as a header with a large vocabulary takes tenths of a second."""
+    """Cached, as a header with a large vocabulary takes tenths of a second."""
     with _checked(file) as data:
         cursor = Cursor(data, 8)
         num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
@@ -218,7 +221,7 @@ def _read(file: Path, _mtime_ns: int, _size: int) -> GgufHeader:
 
 @contextmanager
 def _checked(file: Path) -> Iterator[mmap]:
-    """A file's bytes, if it begins as a GGUF file does; whatever else is wrong with them is a CheckpointError too."""
+    """A file's bytes, if it begins like a GGUF file; all other errors in the block become CheckpointError too."""
     try:
         with file.open("rb") as stream:
             magic, version = stream.read(4), int.from_bytes(stream.read(4), "little")
@@ -239,16 +242,16 @@ def _checked(file: Path) -> Iterator[mmap]:
 
 
 class _Stated(NamedTuple):
-    """What a header says of a tensor."""
+    """A header's entry of a tensor."""
 
     name: str
     shape: tuple[int, ...]
     kind: str  # the library's name of its type, or an unknown one's number
-    offset: int  # from where the weights begin
+    offset: int  # from the beginning of the weights
 
     @classmethod
     def read(cls, cursor: Cursor) -> _Stated:
-        """Take what a header states of one tensor, of which the cursor is at the beginning."""
+        """Read a header's entry of one tensor at the cursor."""
         from gguf import GGMLQuantizationType
 
         name = cursor.text()

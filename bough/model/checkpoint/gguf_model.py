@@ -39,22 +39,22 @@ SIZES = {  # fields that only some architectures have
     "gemma3": {"attention.sliding_window": "sliding_window"},
 }
 SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
-OTHERS = (  # that are read too, or say what follows from the others
+OTHERS = (  # that are read too, or follow from the others
     "vocab_size", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length",
     "attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.type",
     "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout",
 )  # fmt: skip
 NARROW_SCALES = {("gemma2", 46), ("gemma3", 62)}  # layers of the 27B, whose scores are scaled by hidden_size / heads
-ROPE_FACTORS = "rope_freqs.weight"  # what each rotary frequency is divided by
+ROPE_FACTORS = "rope_freqs.weight"  # divisor of each rotary frequency
 FACTORS = "gguf"  # rope_type of a model with such factors
 METHOD = "gguf"  # quant_method
 
 
 def gguf_config(file: Path) -> dict[str, Any]:
-    """What config.json would say of the model; `quantization_config` says what must be known to read its weights.
+    """The fields of the model's config.json; `quantization_config` has the facts that are needed to read its weights.
 
-    transformers has a reader too; it leaves out how rotary embeddings are scaled and, for some architectures, sizes of
-    heads and experts, and takes seconds.
+    transformers' own reader ignores the scaling of rotary embeddings and, for some architectures, the sizes of heads
+    and experts, and takes seconds.
 
     Raises:
         CheckpointError: the file cannot be read, or its architecture or one of its fields is not supported.
@@ -101,7 +101,7 @@ def gguf_config(file: Path) -> dict[str, Any]:
 
 
 def _require_known(header: GgufHeader, name: str) -> None:
-    """Refuse fields that say something about the computation that is not done."""
+    """Refuse fields that request an unsupported computation."""
     known = {*WHOLE, *SIZES.get(name, {}), *OTHERS, *(SOFTCAPS if name.startswith("gemma") else ())}
     for key, value in header.fields.items():
         if key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in known and value:
@@ -180,7 +180,7 @@ class GgufModel:
         fields = self.config()
         rope = fields.pop("rope_parameters")
         config = AutoConfig.for_model(**fields)
-        config.rope_parameters = rope  # afterwards, as factors are none of the types that its constructor knows
+        config.rope_parameters = rope  # set afterwards, as its constructor does not know such factors
         return config
 
     def description(self) -> bytes:

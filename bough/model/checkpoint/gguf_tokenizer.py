@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF file; transformers is used only where tokens are not spelt in GPT-2's bytes.
+"""The tokenizer of a GGUF file; transformers is used only if tokens are not in GPT-2's byte encoding.
 
-A file names how texts are split before pairs are merged, and the expressions are those of the tokenizer.json that the
-model was published with; llama.cpp's list of names (llama-vocab.cpp) tells which, and what else goes with a name.
-transformers knows fewer names, drops what some tokens mean, and takes many seconds.
+A file names the expressions that split texts before pairs are merged: those of the tokenizer.json that the model was
+published with. The names and their meanings are from llama.cpp's list (llama-vocab.cpp). transformers knows fewer
+names, loses the meaning of some tokens, and takes many seconds.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def _words(digits: str, letters: str = r"\p{L}") -> str:
 
 
 def _cased(digits: str, ending: str) -> str:
-    """The expression of OpenAI's o200k and Mistral's Tekken: words end where letters become large again."""
+    """The expression of OpenAI's o200k and Mistral's Tekken: words also end before a capital letter."""
     words = rf"{_START}{_UPPER}*{_LOWER}+{ending}|{_START}{_UPPER}+{_LOWER}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
 class Split(NamedTuple):
-    """How texts are split, one expression within what the one before has left whole, and what goes with that."""
+    """How texts are split, each expression within the pieces of the previous one, and related settings."""
 
     names: str
     expressions: Sequence[str]
-    is_whole_first: bool = False  # a piece that is a token is taken as it is, without merging
+    is_whole_first: bool = False  # a piece that is a token is used as it is, without merging
     has_bos: bool = False  # texts begin with it unless the file says otherwise
-    is_composed: bool = False  # texts are brought to Unicode's NFC
+    is_composed: bool = False  # texts are normalised to Unicode's NFC
 
 
 _GPT2 = rf"{_SHORT}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
@@ -107,11 +107,11 @@ def _template(header: GgufHeader, key: str) -> str:
 
 
 def _json_of(header: GgufHeader, tokens: list[str]) -> bytes:
-    """The tokenizer.json beside a file, or what its own lists say; the first one's error where neither can be read."""
+    """The tokenizer.json next to a file, or a tokenizer from the file's lists; if both fail, the first error."""
     try:
         beside = _beside(header, tokens)
     except (OSError, CheckpointError) as exc:
-        with suppress(Exception):  # of a library that raises nothing narrower
+        with suppress(Exception):  # the library raises nothing narrower
             data = _own(header)
             logger.warning("%s; the file's own tokenizer is used", exc)
             return data
@@ -130,7 +130,7 @@ def _own(header: GgufHeader) -> bytes:
 
 
 def _beside(header: GgufHeader, tokens: list[str]) -> bytes | None:
-    """The tokenizer.json beside a file, as the model's authors have it, if it has the file's tokens."""
+    """The tokenizer.json of the model's authors next to a file, if it has the file's tokens."""
     file = header.file.with_name("tokenizer.json")
     if not file.is_file():
         return None
@@ -146,7 +146,7 @@ def _beside(header: GgufHeader, tokens: list[str]) -> bytes | None:
 
 
 def _require_usable(files: TokenizerFiles, header: GgufHeader, where: str = "") -> tuple[str, ...]:
-    """The tokens; asked for at once, as the library refuses, for example, merges of texts that are no tokens."""
+    """The tokens; read at once, as the library refuses, for example, merges of texts that are not tokens."""
     try:
         return files.vocabulary
     except Exception as exc:  # the library raises nothing narrower
@@ -154,7 +154,7 @@ def _require_usable(files: TokenizerFiles, header: GgufHeader, where: str = "") 
 
 
 def pre_tokenizer(split: Split) -> PreTokenizer:
-    """What splits texts, and spells their bytes."""
+    """The step that splits texts and encodes their bytes."""
     from tokenizers import Regex, pre_tokenizers
 
     expressions = [pre_tokenizers.Split(Regex(each), "isolated") for each in split.expressions]
@@ -162,17 +162,17 @@ def pre_tokenizer(split: Split) -> PreTokenizer:
 
 
 def byte_tokenizer(header: GgufHeader) -> dict[str, Any]:
-    """What tokenizer.json says of the tokenizer of such a file.
+    """The fields of a tokenizer.json for such a file.
 
     Raises:
-        CheckpointError: it is not known how texts are split, or lists do not fit together.
+    CheckpointError: the way of splitting texts is unknown, or lists are inconsistent.
     """
     from tokenizers import decoders, normalizers
 
     name = header.fields.get(SPLIT, "gpt-2")
     if (split := BY_NAME.get(name)) is None:
         raise header.refusal(
-            f"field {SPLIT} must be one of {', '.join(BY_NAME)}, unless the model's tokenizer.json lies beside the "
+            f"field {SPLIT} must be one of {', '.join(BY_NAME)}, unless the model's tokenizer.json is next to the "
             f"file, got {name!r}"
         )
     tokens, types = header.list_of("tokenizer.ggml.tokens"), header.list_of("tokenizer.ggml.token_type")

@@ -51,8 +51,8 @@ def load_tokenizer_files(path: Path) -> TokenizerFiles:
 
 
 def is_hub_id(model: str | Path) -> bool:
-    """Whether a string has the form "organisation/name", or with a GGUF file "organisation/name/file", and is no path
-    that exists.
+    """Whether a string has the form "organisation/name", or with a GGUF file "organisation/name/file", and is not an
+    existing path.
     """
     is_spelt = container_of(model).is_hub_id(str(model))
     return is_spelt and not str(model).startswith((".", "/", "~")) and not Path(model).exists()
@@ -76,7 +76,7 @@ def cached(model: str) -> Path:
             f"must be a folder or a model in the local Hugging Face cache, got {model}, of which {cache} has no "
             "revision (refs/main and its snapshot); fetch models with `hf download`",
         ) from exc
-    # Compared as spelled: symbolic links in the cache are made by its owner.
+    # Compared without resolving links: symbolic links in the cache belong to its owner.
     if not Path(os.path.normpath(folder)).is_relative_to(os.path.normpath(cache)):
         raise InvalidModel(
             "model", f"{model} must be in the Hugging Face cache, {cache}; its entry there points to {folder}"
@@ -85,9 +85,9 @@ def cached(model: str) -> Path:
 
 
 def fetch(*models: str) -> None:
-    """Fetch missing files of hub ids, with progress bars at a terminal; without a connection, cached models must do.
+    """Fetch missing files of hub ids, with progress bars at a terminal; without a connection, cached models are used.
 
-    For commands that have nothing to clean up yet: Ctrl-C meanwhile ends the process at once.
+    For commands without anything to clean up yet: Ctrl-C ends the process at once.
 
     Raises:
         CheckpointError: a model can neither be fetched nor is cached.

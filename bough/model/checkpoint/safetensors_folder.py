@@ -24,7 +24,7 @@ ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E8M0": 
 ITEM_BYTES |= {"I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}
 SNAPSHOTS = "snapshots"  # folder of the Hugging Face cache that has models
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-UNWANTED = ["original/*", "consolidated*"]  # the same weights in their makers' formats
+UNWANTED = ["original/*", "consolidated*"]  # the same weights in their publishers' formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class SafetensorsFolder:
         return found
 
     def tensors(self) -> dict[str, TensorPlace]:
-        """Tensors of all files; one that several files have is where the index says."""
+        """Tensors of all files; for a tensor in several files the index decides."""
         folder = self.path
         if not self.config_place.is_file():
             raise InvalidModel("model", "must be a Hugging Face model folder", f"{folder}, which has no config.json")
@@ -81,7 +81,7 @@ class SafetensorsFolder:
         return AutoConfig.from_pretrained(self.path, trust_remote_code=False)  # type: ignore[no-any-return]
 
     def description(self) -> bytes:
-        """What config.json has."""
+        """The fields of config.json."""
         return self.config_place.read_bytes()
 
     def tokenizer_files(self) -> TokenizerFiles:

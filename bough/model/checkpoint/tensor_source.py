@@ -33,13 +33,13 @@ VALUE_ALIGNMENT = 64  # bytes: a cache line, which is also the widest SIMD vecto
 
 
 class Scratch(Protocol):
-    """Allocates memory for values that are no views."""
+    """Allocates memory for values that are not views."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate an uninitialised tensor."""
 
     def write(self, how: Callable[[], object]) -> None:
-        """Fill what was allocated: now, and in reused memory again whenever the source bytes have been read again."""
+        """Fill the last allocation: now, and in reused memory again whenever the source bytes have been read again."""
 
 
 class FreshMemory:
@@ -53,7 +53,7 @@ class FreshMemory:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def write(self, how: Callable[[], object]) -> None:
-        """Write the value now, once for good."""
+        """Write the value once, now."""
         how()
 
 
@@ -72,7 +72,7 @@ class ReusedMemory:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate an uninitialised tensor."""
         begin, self._used = self._used, self._used + room_bytes(shape, dtype)
-        assert self._used <= len(self._memory), "a layer takes more than was reckoned"
+        assert self._used <= len(self._memory), "a layer takes more memory than was planned"
         return self._memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def write(self, how: Callable[[], object]) -> None:
@@ -110,8 +110,8 @@ class Stored:
     """A tensor as stored: a view of its bytes, or a converted copy."""
 
     place: TensorPlace
-    keeps_dtype: bool = False  # whatever the model computes in
-    is_by_rows = True  # any rows of the value can be made of the same rows of the tensor
+    keeps_dtype: bool = False  # the model's compute dtype does not matter
+    is_by_rows = True  # any rows of the value can be made from the same rows of the tensor
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:

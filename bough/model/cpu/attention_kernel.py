@@ -3,7 +3,7 @@
 A tile is the query heads of one KV head for some rows of one slot; they are the SIMD lanes. It attends to the committed
 keys, then to those on its rows' own paths, ancestors first; keys that a row does not see have weight exactly 0. A score
 is one sum over a head's dimensions, a result one sum over keys in the order of their positions. So a row's result
-depends on its query and its path alone, bit for bit, whatever rows share its tile or batch.
+depends only on its query and its path, bit for bit, in any tile or batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bough.model.cpu.simd import store as put
 from bough.model.cpu.work_stealing import as_thread, counters, shared
 
 Floats = NDArray[np.float32]
-_BEYOND_HALF = np.float32(65536)  # what the exponent of infinities and of no numbers would mean in float16
+_BEYOND_HALF = np.float32(65536)  # value of the exponent of infinities and NaN in float16
 BLOCK = 16  # keys that are read and converted to float32 together, for all lanes of a tile
 # Numbers of the types that the kernel reads: bfloat16 and float16 are passed as their bits.
 KINDS: dict[torch.dtype, np.uint16 | np.int16 | np.float32] = {
@@ -61,7 +61,7 @@ def layer_rows(address: Any, kind: Any, layer: Any, num_rows: Any, num_kv_heads:
 
 
 class Rules(NamedTuple):
-    """Parameters of attention besides queries, keys and values."""
+    """Parameters of attention other than queries, keys and values."""
 
     num_kv_heads: int
     scale: np.float32
@@ -97,7 +97,7 @@ def _as_float_of(number):  # type: (Any) -> Any
 
 @strict_inner
 def _half(bits: Any) -> Any:
-    """The float32 with these bits of a float16, which may be infinite or none."""
+    """The float32 with these bits of a float16, which may be infinite or NaN."""
     number = from_half(np.uint16(bits))
     if abs(number) < _BEYOND_HALF:
         return number
@@ -115,7 +115,7 @@ def _reach(spans: Any, row: Any, window: Any) -> Any:
 def _behind(spans: Any, piece: Any, begin: Any, end: Any, window: Any, start: Any) -> Any:
     """Slot rows beyond the base on the rows' paths, from position `start`, and which row sees which of them.
 
-    All paths begin at the same position, so that each row meets its keys in the order of their positions.
+    All paths begin at the same position, so each row visits its keys in the order of their positions.
     """
     first_row, _, base, begin_tail, width, num_keys = spans.ranges[piece]
     num_rows, count = end - begin, 0
@@ -322,7 +322,7 @@ def attend_over(
 
 
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
-    """A view with a type that numpy has, and by which the kernel tells both kinds of 16 bits apart."""
+    """A view with a numpy type that distinguishes the two kinds of 16 bits for the kernel."""
     views = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
     return numbers.view(views.get(numbers.dtype, numbers.dtype))
 

@@ -13,8 +13,8 @@ import torch
 from bough.model.cpu.jit import strict, strict_inner
 
 EPSILON = np.float32(1e-6)
-LEAST_WORK = 1 << 21  # numbers of states passed by, below which other threads would come too late
-_threads = ThreadPoolExecutor(thread_name_prefix="delta-rule")  # which starts threads when they are needed
+LEAST_WORK = 1 << 21  # numbers of passed states; with fewer, starting other threads takes too long
+_threads = ThreadPoolExecutor(thread_name_prefix="delta-rule")  # starts threads when they are needed
 
 
 @strict_inner
@@ -28,7 +28,7 @@ def _inverse_norm(numbers: Any, begin: Any, end: Any) -> Any:
 
 @strict_inner
 def _step(state: Any, keys: Any, values: Any, decay: Any, beta: Any, delta: Any) -> None:
-    """Forget by `decay`, then correct what the state answers to the key, by `beta`, towards the value."""
+    """Decay the state by `decay`, then move its answer to the key towards the value by `beta`."""
     delta[:] = np.float32(0)
     for k in range(len(keys)):
         for v in range(len(values)):
@@ -43,7 +43,7 @@ def _step(state: Any, keys: Any, values: Any, decay: Any, beta: Any, delta: Any)
 
 @strict_inner
 def _ask(state: Any, queries: Any, out: Any) -> None:
-    """What the state answers to a query."""
+    """The state's answer to a query."""
     out[:] = np.float32(0)
     for k in range(len(queries)):
         for v in range(len(out)):

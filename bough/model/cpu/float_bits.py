@@ -37,7 +37,7 @@ def to_half(value: Any) -> Any:
     """The bits of a float32 rounded to float16, to nearest, ties to even, as int16."""
     bits = np.float32(value).view(np.uint32)
     size = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    # Below 2**-14 a float16 counts steps of 2**-24, which are those of a float32 from 0.5 to 1: adding 0.5 rounds.
+    # Below 2**-14 a float16 has steps of 2**-24, like a float32 from 0.5 to 1: adding 0.5 rounds.
     small = np.uint32(np.float32(size.view(np.float32) + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000))
     is_odd = (size >> np.uint32(13)) & np.uint32(1)
     normal = np.uint32((size - np.uint32(0x38000000) + np.uint32(0xFFF) + is_odd) >> np.uint32(13))

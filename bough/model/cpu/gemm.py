@@ -1,8 +1,8 @@
 """Matrix products with weights in their checkpoint layout, for compiled code.
 
 Rows are the SIMD lanes: sixteen rows are multiplied with one number of the matrix at a time, so the matrix is read in
-place and only once for all rows. Few rows waste lanes, but reading the matrix from memory takes as long. Each result is
-one sum in the order of its inputs, whatever else is computed. This module knows no models.
+place and only once for all rows. Few rows waste lanes, but reading the matrix from memory takes as long anyway. Each
+result is one sum in the order of its inputs, in any batch. This module knows no models.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Products of rows, many or few, with a whole matrix, shared by all threads.
 
-Those of few rows are bit for bit those of `bough.model.cpu.gemm`, where that one would compute sixteen rows for one.
-Outputs are the lanes: lines of the matrix are turned in registers, so that a vector has the same input of some outputs.
-Each sum is added up number by number as it is there. For processors on which bfloat16 is multiplied one by one; where
-an instruction takes pairs, sixteen rows cost less than reading the matrix.
+Products of few rows equal those of `bough.model.cpu.gemm` bit for bit, which would compute sixteen rows for one. Here
+outputs are the lanes: lines of the matrix are transposed in registers, and a vector has the same input of some outputs.
+Each sum is added number by number, as there. This is for processors that multiply bfloat16 one by one; with an
+instruction for pairs, sixteen rows cost less than reading the matrix.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from bough.model.cpu.operands import are_codes, num_outputs_of
 from bough.model.cpu.work_stealing import shared
 
 PIECES = 8  # of a matrix per thread, for work stealing
-_HAS_FEW = not multiplies_pairs()  # whether few rows have a product of their own, with the bits of many
-MOST = 8  # rows that are few
+_HAS_FEW = not multiplies_pairs()  # whether few rows have a separate product, with the same bits
+MOST = 8  # numbers of rows that count as few
 _SHORTS, _SHORT_WORDS = ir.VectorType(ir.FloatType(), SHORT), ir.VectorType(I32, SHORT)
 _WORD_BYTES, _FLOAT_BYTES = 4, 4
 
@@ -91,7 +91,7 @@ def _tile_of(num_rows: int) -> Any:
             ahead = builder.mul(row_step, ir.Constant(I64, GROUP))
             halves = [weights[:SHORT], weights[SHORT:]]
             inputs, num_words = spaced(builder, first, step, num_rows), builder.lshr(num_floats, ir.Constant(I64, 1))
-            if num_rows == 1:  # one sum would wait for itself
+            if num_rows == 1:  # a single sum would wait for its own latency
                 sums = _sums(builder, inputs, halves, ahead, num_words)
             else:
                 sums = [_sums(builder, inputs, [half], ahead, num_words)[0] for half in halves]
@@ -126,7 +126,7 @@ _tile_1, _tile_2, _tile_4, _tile_8 = map(_tile_of, (1, 2, 4, MOST))
 
 @strict_inner
 def few_of(blocks: Any, num_rows: Any) -> Any:
-    """The rows themselves, 1, 2, 4 or 8 of them, (rows, inputs) float32; none where they are not few.
+    """The rows themselves, 1, 2, 4 or 8 of them, (rows, inputs) float32; no rows if there are more.
 
     Their inputs must fill SHORT words, too. `blocks` are those of bfloat16 that `bough.model.cpu.gemm` has.
     """
@@ -187,7 +187,7 @@ def _multiply(rows, few, num_rows, matrix, begin, end, bias, out):  # type: (Any
 
 
 def form_of(rows: Any, num_rows: Any) -> Any:
-    """Few rows in 16 bits in the form in which they are multiplied; of no length where rows are as they stand.
+    """Few rows in 16 bits in the form for products; empty if rows are used as they are.
 
     Only within kernels.
     """

@@ -1,8 +1,8 @@
 """Batch-invariant linear layers: a row's result does not depend on other rows.
 
 A library's product rounds differently for different numbers of rows, because it chooses other algorithms. With the
-tiles of `bough.model.cpu.gemm` a row has the same bits alone and among a thousand, at any place, so nothing needs
-padding for the sake of bits. This module knows no models.
+tiles of `bough.model.cpu.gemm` a row has the same bits alone and among a thousand, at any place, so bits need no
+padding. This module knows no models.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     rows (..., inputs), matrix (outputs, inputs), bias (outputs,), of one type that `can_multiply` allows. A matrix that
     is not contiguous is copied first.
     """
-    assert rows.shape[-1] == matrix.shape[1], "kernels take shapes at their word"
+    assert rows.shape[-1] == matrix.shape[1], "kernels do not check shapes"
     num_outputs = matrix.shape[0]
     outputs = max(num_outputs, GROUP)
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()

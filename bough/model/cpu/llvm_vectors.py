@@ -213,7 +213,7 @@ def turned(b: ir.IRBuilder, lines: Sequence[Any]) -> list[Any]:
     """From SHORT words of each of SHORT lines, vectors of the first word of each, of the second, and so on."""
     words: dict[int, Any] = {}
     for half in range(2):
-        # Within halves of a register, as instructions have it: two lines of a word, then four; then all eight.
+        # Within halves of a register, like the instructions: two lines of a word, then four; then all eight.
         i = 2 * half
         by_two = (i, 8 + i, i + 1, 9 + i, i + 4, 12 + i, i + 5, 13 + i)
         twos = [shuffled(b, lines[place], lines[place + 1], by_two) for place in range(0, SHORT, 2)]

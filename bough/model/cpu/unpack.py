@@ -1,4 +1,4 @@
-"""Unpacks quantized matrices on a CPU: what `Backend.write_down` and the like do there, with the same operands."""
+"""Unpacks quantized matrices on a CPU: implements `Backend.write_down` and its siblings, with the same operands."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _unpack_along(
     for n in numba.prange(num_outputs):
         own, own_zeros, own_scales, target = numbers[n], zeros[n], scales[row_of[n]], out[n]
         for i in range(num_inputs):
-            k = np.uint64(i)  # unsigned, or each index would be looked at for being negative
+            k = np.uint64(i)  # unsigned: otherwise each index is checked for being negative
             number = (np.uint64(own[k >> is_half]) >> (np.uint64(4) * (k & is_half))) & mask
             group = np.uint64(group_of[k])
             put_number(target, k, (table[number] - own_zeros[group]) * own_scales[group])
@@ -133,7 +133,7 @@ def write_blocks(data: torch.Tensor, size: tuple[int, int], type_: BlockType, ha
 
 
 class _NumberLayout(NamedTuple):
-    """Where one kind of numbers is in a block (`Numbers`), as arrays for compiled code."""
+    """The places of one kind of numbers in a block (`Numbers`), as arrays for compiled code."""
 
     places: Any  # (count, 4) int64: bytes and shifts of low and high bits
     constants: Any  # (5 or more,) int64: masks of low and high bits, number of low bits, flip, center, codes
@@ -150,7 +150,7 @@ class _NumberLayout(NamedTuple):
 
 
 class _BlockLayout(NamedTuple):
-    """Where all kinds of numbers are in blocks of a type, as arrays for compiled code."""
+    """The places of all kinds of numbers in blocks of a type, as arrays for compiled code."""
 
     numbers: _NumberLayout
     scales: _NumberLayout
@@ -214,5 +214,5 @@ def write_out(out: torch.Tensor, kernel: Callable[..., None], *inputs: object) -
 
 
 def _array(values: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor for kernels, which read 16 bits as such."""
+    """The tensor for kernels, with 16-bit types as integers."""
     return (values.view(torch.uint16) if values.dtype in (torch.float16, torch.bfloat16) else values).numpy()

@@ -1,9 +1,9 @@
-"""Work stealing in parallel loops, so that a preempted thread does not delay the others.
+"""Work stealing in parallel loops: a preempted thread does not delay the others.
 
 An evenly divided loop lasts as long as its most interrupted thread, and reads of a checkpoint interrupt some thread
 hundreds of times in a sweep. Each thread has its own share of pieces and takes them in order, which suits prefetching;
 a thread that has finished helps others. Consecutive loops need no fork and join: a loop is over when all its pieces
-are done, whoever did them.
+are done, by any thread.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def as_thread(number: Any) -> Any:
 
 @strict_inner
 def shared(taken: Any, thread: Any, num_threads: Any, num_pieces: Any) -> Any:
-    """Yield the pieces of a loop that a thread takes; ends when all pieces are done, whoever did them.
+    """Yield the pieces of a loop that a thread takes; ends when all pieces are done, by any thread.
 
     `taken` is a row of `counters`.
     """

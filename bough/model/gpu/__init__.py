@@ -1,1 +1,1 @@
-"""Triton kernels of `bough.model.backends.triton`, which imports them when one is first asked for."""
+"""Triton kernels of `bough.model.backends.triton`, which imports them when one is first used."""

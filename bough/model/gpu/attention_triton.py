@@ -1,11 +1,11 @@
 """Tree attention on a GPU as a Triton kernel, the counterpart of `bough.model.cpu.attention_kernel`.
 
 A program computes a tile of rows of one slot for one KV head. It reads the committed keys once for all rows, and then
-for each row the keys on its own path. Each row meets its keys in the order of their positions, in blocks fixed by
+for each row the keys on its own path. Each row visits its keys in the order of their positions, in blocks fixed by
 position, and all products have the same shape; a block that a row does not see leaves its state unchanged. So a row's
-result depends on its query and its path alone, bit for bit, whatever rows share its tile. Keys and values are read from
-the slot as they are stored; sums are in float32. Where keys have their value as a second part (latent attention), it is
-read once for both, and the one KV head is computed as several, of some query heads each.
+result depends only on its query and its path, bit for bit, in any tile. Keys and values are read from the slot as
+stored; sums are in float32. In latent attention, keys contain their value as a second part: it is read once for both,
+and the one KV head is computed as several, of some query heads each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bough.model.batch.path_spans import TILE_ROWS, Paths
 _VARYING = ("tail_width", "window", "scale")
 BLOCK = 32  # keys in one step of the online softmax; 64 would exceed the registers
 MIN_DOT = 16  # least rows and columns of a tensor core's tile
-TILE_QUERIES = 64  # most rows times heads of a program, so that its results stay in registers
+TILE_QUERIES = 64  # most rows times heads of a program: its results must stay in registers
 NUM_STAGES = 2
 
 
@@ -242,7 +242,7 @@ def _meet_own(
             block = (query, own_query, keys, values, rows, is_near, is_seen, kv_head, scale, highest, total, result)
             peak, weight, sums = _meet(*block, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES)
             highest, total = tl.where(is_own, peak, highest), tl.where(is_own, weight, total)
-            result = tl.where(is_own[:, None], sums, result)  # other rows keep theirs even where this one's has NaN
+            result = tl.where(is_own[:, None], sums, result)  # other rows keep theirs even if this one's has NaN
     return highest, total, result
 
 

@@ -1,8 +1,8 @@
 """The gated delta rule on a GPU: one Triton kernel takes all steps of some rows, the counterpart of `delta_rule`.
 
-A program has some values of one head, whose state it keeps in registers from step to step; that of a node with several
-children is written to its place, and read again there. A state's columns do not meet, and a step is the same arithmetic
-whatever was before it. So a row's bits depend on its path alone, in whatever tree, and however a prompt was cut.
+A program has some values of one head, and keeps their state in registers from step to step. The state of a node with
+several children is written to its place, and read there again. A state's columns are independent, and every step has
+the same arithmetic. So a row's bits depend on its path alone, in any tree and with any division of a prompt.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import triton.language as tl
 
 from bough.model.cpu.delta_rule import EPSILON
 
-MOST_VALUES = 8  # values of a program, so that its part of a state stays in the registers of one warp
-NUM_WARPS = 1  # so that sums over keys need no barrier
-# As in `attention_triton`: specialised on these, programs would differ, and might round differently.
+MOST_VALUES = 8  # values of a program: its part of a state must fit in the registers of one warp
+NUM_WARPS = 1  # sums over keys then need no barrier
+# As in `attention_triton`: programs specialised on these might round differently.
 _VARYING = ("num_steps", "num_places", "begin")
 
 

@@ -1,9 +1,9 @@
 """Dequantization of weights of few bits on a GPU: one Triton kernel for each layout.
 
 Results have the bits of the torch code in `bough.model.quant`: an integer of at most 8 bits times a scale of 11 bits is
-exact in float32, so the only rounding is that to the output type; of a wider scale the product is rounded to float32
-first. A tile reads its packed bytes and its scales once, except where inputs are not in the order of their groups: then
-every input reads the scales of its group, which stay in the GPU's cache.
+exact in float32, so the only rounding is that to the output type; with a wider scale the product is first rounded to
+float32. A tile reads its packed bytes and its scales once. If inputs are not in the order of their groups, every input
+reads the scales of its group, which stay in the GPU's cache.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def rounded(value: tl.tensor, IS_BF16: tl.constexpr, out: tl.tensor) -> tl.tenso
 
 @triton.jit
 def from_e4m3(bits: tl.tensor) -> tl.tensor:
-    """The float32 of E4M3 numbers, by way of float16, whose exponent has one bit more; any GPU can do this."""
+    """The float32 of E4M3 numbers, through float16, whose exponent has one bit more; any GPU can do this."""
     half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
 
 
 @triton.jit
 def from_e2m1(bits: tl.tensor) -> tl.tensor:
-    """The float32 of E2M1 numbers, by way of float16, whose exponent has three bits more."""
+    """The float32 of E2M1 numbers, through float16, whose exponent has three bits more."""
     half = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
     return half.to(tl.float32) * 16384.0
 
@@ -270,7 +270,7 @@ def options(out: torch.Tensor) -> dict[str, object]:
 
 @triton.jit
 def _part(block: tl.tensor, j: tl.tensor, is_in: tl.tensor, NUMBERS: tl.constexpr, AT: tl.constexpr) -> tl.tensor:
-    """Some bits of numbers j; what a `Part` of `ggml_blocks` says of them begins at AT of NUMBERS."""
+    """Some bits of numbers j; their `BitField` of `ggml_blocks` begins at AT of NUMBERS."""
     places = NUMBERS[AT + 1] + j // NUMBERS[AT + 2] * NUMBERS[AT + 3] + j % NUMBERS[AT + 4]
     shifts = NUMBERS[AT + 7] + j % NUMBERS[AT + 2] // NUMBERS[AT + 5] * NUMBERS[AT + 6]
     return (tl.load(block + places, mask=is_in, other=0).to(tl.int32) >> shifts) & ((1 << NUMBERS[AT]) - 1)

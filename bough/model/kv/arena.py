@@ -25,7 +25,7 @@ class _Placed:
     end: int
 
 
-SLOTS_A_CHECK = 32  # for so many slots one call more passes between two checks of integrity
+SLOTS_A_CHECK = 32  # the calls between two integrity checks increase by one with this many slots
 _BEGIN, _END = attrgetter("begin"), attrgetter("end")
 
 
@@ -47,7 +47,7 @@ class Arena:
     ) -> None:
         """`new_slot` makes a slot without rows; `rows_to_keep` returns how many rows of a slot a move must keep.
 
-        `most_slots` is how many slots there is memory for beside their rows; with 0 they need none.
+        `most_slots` limits slots that need memory outside their rows; with 0 they need none.
         """
         self.most_slots = most_slots
         self.num_rows = num_rows
@@ -55,15 +55,15 @@ class Arena:
         self._new_slot, self._rows_to_keep = new_slot, rows_to_keep
         self._placed: list[_Placed] = []  # in the order of rows
         self.num_free = num_rows  # rows that belong to no slot
-        self._num_unchecked = 0  # calls of `is_check_due` since it last said so
+        self._num_unchecked = 0  # calls of `is_check_due` since it last returned True
 
     def take(self, num_rows: int) -> Slot:
         """Take a slot without tokens; there must be room."""
-        assert num_rows <= self.num_free, "whoever takes a slot has seen to its room"
+        assert num_rows <= self.num_free, "the caller has made room for the slot"
         index = self._make_gap(num_rows)
         begin, end = self._end_before(index), self._begin_after(index - 1)
         if index:
-            begin += (end - begin - num_rows) // 2  # so that the previous slot can grow too
+            begin += (end - begin - num_rows) // 2  # the previous slot can then grow too
         slot = self._new_slot()
         slot.move(begin, begin + num_rows, 0)
         self._placed.insert(index, _Placed(slot, begin, begin + num_rows))
@@ -74,12 +74,12 @@ class Arena:
         """Resize a slot, whose kept rows must fit; there must be room."""
         index, num_more = self._index(slot), num_rows - slot.num_rows
         placed = self._placed[index]
-        assert num_more <= self.num_free, "whoever resizes a slot has seen to its room"
-        assert num_rows >= self._rows_to_keep(slot), "what is kept does not fit"
+        assert num_more <= self.num_free, "the caller has made room for the slot"
+        assert num_rows >= self._rows_to_keep(slot), "the kept rows do not fit"
         if placed.begin + num_rows > self._begin_after(index):
             window = self._cheapest(num_more, range(index + 1), range(index + 1, len(self._placed) + 1))
             self._spread(window, placed, num_more)
-        self._put(placed, placed.begin, num_rows)
+        self._place(placed, placed.begin, num_rows)
         self.num_free -= num_more
 
     def give_back(self, slot: Slot) -> None:
@@ -90,7 +90,7 @@ class Arena:
         slot.clear()
 
     def is_check_due(self) -> bool:
-        """Whether to check integrity now. As a check looks at every slot, the more there are the more rarely it is."""
+        """Whether to check integrity now: more rarely with more slots, as a check looks at all of them."""
         self._num_unchecked += 1
         if self._num_unchecked * SLOTS_A_CHECK < len(self._placed):
             return False
@@ -102,7 +102,7 @@ class Arena:
         end = 0
         for placed in self._placed:
             assert end <= placed.begin <= placed.end, "two slots share rows"
-            assert placed.slot.num_rows == placed.end - placed.begin, "a slot has other rows than were given to it"
+            assert placed.slot.num_rows == placed.end - placed.begin, "a slot has other rows than its assigned ones"
             assert placed.slot.length <= placed.slot.num_rows, "a slot holds more tokens than rows"
             end = placed.end
         assert end <= self.num_rows, "more rows than the budget allows"
@@ -124,7 +124,7 @@ class Arena:
         """Make a gap of `num_rows`, moving slots if necessary; returns the index at which to insert a slot."""
         num_slots = len(self._placed)
         begins, ends = map(_BEGIN, self._placed), map(_END, self._placed)
-        gaps = [*map(sub, (*begins, self.num_rows), (0, *ends))]  # without a step of Python's for each slot
+        gaps = [*map(sub, (*begins, self.num_rows), (0, *ends))]  # without a Python step for each slot
         if max(gaps) >= num_rows:
             return gaps.index(max(gaps))
         window = self._cheapest(num_rows, range(num_slots + 1), range(num_slots + 1))
@@ -149,10 +149,10 @@ class Arena:
         """Move the window's slots before `index` down and the others up, so that all its free rows are at `index`."""
         begin, end = self._end_before(window.start), self._begin_after(window.stop - 1)
         for placed in self._placed[window.start : index]:
-            self._put(placed, begin, placed.slot.num_rows)
+            self._place(placed, begin, placed.slot.num_rows)
             begin = placed.end
         for placed in reversed(self._placed[index : window.stop]):
-            self._put(placed, end - placed.slot.num_rows, placed.slot.num_rows)
+            self._place(placed, end - placed.slot.num_rows, placed.slot.num_rows)
             end = placed.begin
 
     def _spread(self, window: range, growing: _Placed, num_rows: int) -> None:
@@ -168,9 +168,9 @@ class Arena:
         down = [(placed, to) for placed, to in moves if to < placed.begin]
         up = [(placed, to) for placed, to in moves if to > placed.begin]
         for placed, to in (*down, *reversed(up)):  # in an order in which no move overwrites an unmoved slot
-            self._put(placed, to, placed.slot.num_rows)
+            self._place(placed, to, placed.slot.num_rows)
 
-    def _put(self, placed: _Placed, begin: int, num_rows: int) -> None:
+    def _place(self, placed: _Placed, begin: int, num_rows: int) -> None:
         """Move a slot to rows that are free or its own."""
         placed.begin, placed.end = begin, begin + num_rows
         placed.slot.move(begin, begin + num_rows, self._rows_to_keep(placed.slot))

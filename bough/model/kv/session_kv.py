@@ -24,7 +24,7 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    states: StateShape | None = None  # of the other layers, beside the rows
+    states: StateShape | None = None  # recurrent layers' states, in addition to the rows
     value_dim: int = 0  # of a head's value, if not `head_dim`
 
     @classmethod
@@ -41,12 +41,12 @@ class KVShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a target's session beside its rows, however long it is."""
+        """Bytes of a target's session in addition to its rows, independent of its length."""
         return self.states.session_bytes(PATH_ROWS) if self.states else 0
 
     @property
     def growing_bytes(self) -> int:
-        """Bytes of a draft's session beside its rows."""
+        """Bytes of a draft's session in addition to its rows."""
         return self.states.session_bytes(GROWN_ROWS) if self.states else 0
 
     @property
@@ -125,7 +125,7 @@ class KVSlot(Slot):
 
     def clear(self) -> None:
         super().clear()
-        self.states = None  # whoever still refers to the slot shall not keep their memory
+        self.states = None  # remaining references to the slot must not keep their memory
 
     def compact(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         super().compact(rows, tokens)
@@ -182,7 +182,7 @@ class KVArena(Arena):
 
 
 class SplitLayers:
-    """Stands in for a tensor (num_layers, num_rows, num_kv_heads, head_dim), with a tensor for each device.
+    """Replaces a tensor (num_layers, num_rows, num_kv_heads, head_dim) by a tensor for each device.
 
     It implements the operations of tensors that slots use.
     """

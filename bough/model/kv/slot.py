@@ -1,4 +1,4 @@
-"""A session's rows and the tokens committed in them, whatever the rows contain.
+"""A session's rows and the tokens committed in them, for any content of rows.
 
 Rows [0, length) hold committed tokens at positions of the same numbers; rows of a tree above them do not count until
 they are compacted. `bough.model.kv.session_kv` has slots of keys and values; a simulated worker's hold only tokens.
@@ -39,7 +39,7 @@ class Slot:
         return len(self.tokens)
 
     def require(self, context_start: int, expected_hash: int) -> None:
-        """Check that the first `context_start` tokens are those that a caller means.
+        """Check that the first `context_start` tokens are the caller's.
 
         Raises:
             PrefixMissing: as `require_prefix`.
@@ -47,18 +47,18 @@ class Slot:
         require_prefix(self.tokens, context_start, expected_hash)
 
     def usable(self, length: int) -> int:
-        """Up to how many of the first `length` tokens a session can go on from what is held."""
+        """The most of the first `length` tokens from which a session can continue."""
         return min(length, self.length)
 
     def snapshot_at(self, lengths: Collection[int]) -> None:
-        """Keep the slot usable, if it can, at these lengths too."""
+        """Keep the slot usable at these lengths too, if possible."""
 
     def roll_back(self, length: int) -> None:
         """Drop all but the first `length` tokens, or fewer if fewer are usable."""
         del self.tokens[length:]
 
     def clear(self) -> None:
-        """Drop all that is held, when the slot's rows are no longer its own; it must not be used any more."""
+        """Drop all contents, when the slot's rows are taken; it must not be used any more."""
         self.tokens.clear()
 
     def fork(self, source: Slot, length: int) -> None:
@@ -67,12 +67,14 @@ class Slot:
         This slot's tokens must be a prefix of the other's, which must be usable at that length.
         """
         new = range(self.length, length)
-        assert new.start < new.stop <= source.length, "a fork takes what the source has committed, and this lacks"
+        assert new.start < new.stop <= source.length, (
+            "a fork copies tokens that the source has committed, and this slot lacks"
+        )
         self._copy(source, new)
         self.tokens.extend(source.tokens[new.start : new.stop])
 
     def compact(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Commit tokens that are in `rows`, moving these down behind the committed ones.
+        """Commit tokens that are in `rows`, moving these rows down behind the committed ones.
 
         `rows` beyond the tokens are moved too, but not committed.
         """
@@ -88,10 +90,10 @@ class Slot:
 
 
 def require_prefix(held: Sequence[int], context_start: int, expected_hash: int) -> None:
-    """Check that the first `context_start` of the tokens held are those that a caller means.
+    """Check that the first `context_start` of the cached tokens are the caller's.
 
     Raises:
-        PrefixMissing: has the length and hash of the tokens held.
+    PrefixMissing: has the length and hash of the cached tokens.
     """
     if context_start > len(held) or prefix_hash(held[:context_start]) != expected_hash:
         found = f"{len(held)} tokens" if context_start > len(held) else "other tokens"

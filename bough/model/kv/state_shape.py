@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 RECURRENT = "linear_attention"  # layer type in configurations
-SNAPSHOTS = 2  # of a session: where its text left that of another session, and before its last answer
-PATH_ROWS = 64  # accepted rows for which a target's memory is counted; a session's trees are seldom deeper
+SNAPSHOTS = 2  # of a session: where its text diverged from another session's, and before its last answer
+PATH_ROWS = 64  # accepted rows that a target's memory is planned for; trees are seldom deeper
 GROWN_ROWS = 512  # nodes on which a draft runs below a session's text, whose rows are all kept
 FLOAT32_BYTES = 4
 
@@ -25,7 +25,7 @@ class StateShape:
     num_heads: int  # of values; each key head serves as many of them
     key_dim: int
     value_dim: int
-    window: int  # inputs that the convolution reads besides a row's own
+    window: int  # earlier inputs that the convolution reads, in addition to a row's own
     dtype: torch.dtype  # of these inputs; states are float32
 
     @classmethod
@@ -50,7 +50,7 @@ class StateShape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes kept of a tree's row in all layers."""
+        """Bytes stored for a tree's row in all layers."""
         return self.num_layers * (self.num_inputs * self.dtype.itemsize + 2 * self.num_heads * FLOAT32_BYTES)
 
     def step_bytes(self, num_rows: int) -> int:
@@ -59,6 +59,6 @@ class StateShape:
         return FLOAT32_BYTES * (6 * num_rows * self.num_inputs + num_states * math.prod(self.size))
 
     def session_bytes(self, num_rows: int) -> int:
-        """Bytes of a session: its states, their snapshots, and what is kept of `num_rows` rows."""
+        """Bytes of a session: its states, their snapshots, and the stored inputs of `num_rows` rows."""
         state = math.prod(self.size) * FLOAT32_BYTES + self.window * self.num_inputs * self.dtype.itemsize
         return (1 + SNAPSHOTS) * self.num_layers * state + num_rows * self.row_bytes

@@ -1,8 +1,8 @@
-"""States of recurrent layers (gated delta nets) of one session, beside its keys and values.
+"""States of recurrent layers (gated delta nets) of one session, in addition to its keys and values.
 
-A layer's state is that after some of the session's tokens. Of each row that a tree has added since, what its step of
-the recurrence needs is kept, so that the state can go along whichever path is accepted. A state cannot go back: for
-that there are snapshots after some of the text's whole blocks.
+A layer's state is the one after some of the session's tokens. For each row that a tree has added since, the inputs of
+its step of the recurrence are stored, so the state can follow the accepted path. A state cannot go back: for that there
+are snapshots after some of the text's whole blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from bough.model.kv.state_shape import RECURRENT, SNAPSHOTS, StateShape
 
 Value = TypeVar("Value")
-UNUSABLE = sys.maxsize  # length of a state that a step left midway: beyond any text
+UNUSABLE = sys.maxsize  # length of a state after an interrupted step: beyond any text
 
 
 def kv_places(config: PretrainedConfig) -> list[int]:
@@ -29,13 +29,13 @@ def kv_places(config: PretrainedConfig) -> list[int]:
 
 
 def by_kv_place(config: PretrainedConfig, of_layers: Mapping[int, Value]) -> dict[int, Value]:
-    """What is said of some layers, by their numbers among those that have keys and values."""
+    """The entries of some layers in a list, by their numbers among layers with keys and values."""
     places = kv_places(config)
     return {places[layer]: value for layer, value in of_layers.items() if places[layer] >= 0}
 
 
 class StateRows(NamedTuple):
-    """What the recurrence needs of rows in one layer."""
+    """The recurrence's inputs from rows in one layer."""
 
     inputs: torch.Tensor  # (num_rows, num_inputs) of the convolution
     decay: torch.Tensor  # (num_rows, num_heads) float32: factor of the state
@@ -51,7 +51,7 @@ class StateRows(NamedTuple):
 
 
 class StateSnapshot(NamedTuple):
-    """A layer's state at some length; never written to, so that sessions may share it."""
+    """A layer's state at some length; never written to, so sessions may share it."""
 
     memory: torch.Tensor
     window: torch.Tensor
@@ -73,14 +73,14 @@ class LayerState:
         return StateRows(inputs, gates, gates)
 
     def snap(self) -> None:
-        """Take a snapshot; of too many, that between the shortest, where others may begin, and the longest goes."""
+        """Take a snapshot; of too many, drop the one between the shortest, where others may begin, and the longest."""
         self.snapshots[self.length] = StateSnapshot(self.memory.clone(), self.window)
         if len(self.snapshots) > SNAPSHOTS:
             del self.snapshots[sorted(self.snapshots)[1]]
 
     @torch.inference_mode()
     def go_back(self, length: int) -> None:
-        """Return to a snapshot, or to the beginning of the text, in the memory that there is."""
+        """Return to a snapshot, or to the beginning of the text, in the existing memory."""
         self.length, self.kept = UNUSABLE, self.no_rows()  # of slot rows from `length` on
         if length:
             snapshot = self.snapshots[length]
@@ -120,7 +120,7 @@ class SessionStates:
         return self._layers[index]
 
     def usable(self, length: int) -> int:
-        """The longest prefix, up to `length` committed tokens, after which the session can go on.
+        """The longest prefix, up to `length` committed tokens, after which the session can continue.
 
         After a sweep that failed midway, layers that it passed may be ahead of the committed tokens.
         """
@@ -143,11 +143,13 @@ class SessionStates:
         self._layers = {index: layer.copy(length) for index, layer in source._layers.items()}
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of a tree: those of an accepted path, and those of nodes below it in a draft's."""
+        """Keep only these rows of a tree: the accepted path's and, for a draft, those of nodes below it."""
         paths: dict[tuple[int, torch.device], torch.Tensor] = {}  # sent once, as most layers are at one length
         for layer in self._layers.values():
             if rows and rows[0] >= layer.length:
-                before = range(layer.length, rows[0])  # of earlier paths, since which no step has advanced the state
+                before = range(
+                    layer.length, rows[0]
+                )  # rows of earlier paths, which no step has applied to the state yet
                 place = layer.length, layer.memory.device
                 if place not in paths:
                     paths[place] = torch.tensor([*before, *rows], device=place[1]) - layer.length
@@ -158,5 +160,5 @@ class SessionStates:
         return len(self._layers) == self.shape.num_layers
 
     def _reaches(self, length: int) -> bool:
-        """Whether all layers' states, with the rows kept since, are of a prefix of `length` tokens or less."""
+        """Whether all layers' states, with the rows stored since, belong to a prefix of at most `length` tokens."""
         return (self._is_whole or not length) and all(layer.length <= length for layer in self._layers.values())

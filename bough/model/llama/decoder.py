@@ -241,7 +241,7 @@ class LlamaDecoder:
 
 
 def _load(skeleton: Skeleton, stack: type[Stack]) -> tuple[Stack, Weights]:
-    """The embeddings, and what else; loaded layer by layer, so that at most one layer is in memory twice."""
+    """The embeddings and all other weights; loaded layer by layer: at most one layer is in memory twice."""
     bind_resident(skeleton, skeleton.resident_slots, CPU)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
     embeddings = stack(1)
@@ -268,7 +268,7 @@ def _load(skeleton: Skeleton, stack: type[Stack]) -> tuple[Stack, Weights]:
 
 
 def _lay_out(rows: NDArray[np.float32], hidden: NDArray[np.float32]) -> None:
-    """Write rows to hidden (blocks, hidden, LANES); lanes beyond the last become 0, so that nothing grows there."""
+    """Write rows to hidden (blocks, hidden, LANES); lanes beyond the last become 0, to keep their values small."""
     whole = np.zeros((len(hidden) * LANES, rows.shape[1]), np.float32)
     whole[: len(rows)] = rows
     hidden[:] = whole.reshape(len(hidden), LANES, -1).transpose(0, 2, 1)
@@ -290,7 +290,7 @@ class _ChunkState(NamedTuple):
 class CompiledLayers:
     """Runs a batch through the layers in order, as their weights arrive, each compiled as a whole.
 
-    A batch stays in place between layers. Each row's products are those of a single row, so that its result is the same
+    A batch stays in place between layers. Each row's products are those of a single row, so its result is the same
     bit for bit in any batch.
     """
 

@@ -1,6 +1,6 @@
 """One layer of a Llama-like decoder over some rows, compiled as a whole, without calls to Python or torch.
 
-A row's result depends on the row alone, bit for bit, wherever it is and whatever is beside it.
+A row's result depends on the row alone, bit for bit, at any place in any batch.
 """
 
 from __future__ import annotations

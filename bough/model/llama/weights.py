@@ -16,14 +16,14 @@ from bough.model.llama.layer import LayerWorkspace, Sizes
 from bough.model.llama.rows import Floats
 from bough.model.loading.loading import Skeleton
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # others use transformers' layers
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # other models use transformers' layers
 RowsOf = Callable[[int, int], NDArray[np.int32] | NDArray[np.uint32]]  # from a number of blocks and of inputs
 
 
 def supports_fused_layers(skeleton: Skeleton) -> bool:
     """Whether the compiled layers support a model."""
     config, kv = skeleton.config, skeleton.kv_shape()
-    layer: Any = skeleton.layers[0]  # of a class of transformers' own; no type knows its attributes
+    layer: Any = skeleton.layers[0]  # a class of transformers, without typed attributes
     return (
         skeleton.dtype == torch.bfloat16
         and config.model_type in ARCHITECTURES

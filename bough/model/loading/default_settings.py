@@ -16,9 +16,9 @@ from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import STORED_DTYPES, VALUE_DTYPES
 from bough.sizing.placement import gigabytes
 
-CPU_DTYPE = "bfloat16"  # what our kernels are for; on a GPU the default is the checkpoint's dtype
+CPU_DTYPE = "bfloat16"  # our kernels' dtype; on a GPU the default is the checkpoint's dtype
 CPU_ROWS, GPU_ROWS = 64, 256  # a GPU reads weights once for each chunk, which takes most of the time for 64 rows
-SCALES = ("scales", "_scale", "_scale_inv")  # endings of the names of tensors that are no weights
+SCALES = ("scales", "_scale", "_scale_inv")  # suffixes of the names of tensors that are not weights
 WORTH_SAYING = 0.01  # share of the weights; norms and routers may have another dtype than matrices
 
 Settings = TypeVar("Settings", bound=TargetConfig)
@@ -31,8 +31,8 @@ def settled(settings: Settings, config: PretrainedConfig, device_type: str) -> S
 
 
 def chosen_dtype(name: str, config: PretrainedConfig, device_type: str) -> str:
-    """The configured dtype; for `auto` on a GPU the checkpoint's own, so that tokens are as in other software, up to
-    the order of sums.
+    """The configured dtype; for `auto` on a GPU the checkpoint's own: tokens are then as in other software, up to the
+    order of sums.
     """
     if name != AUTO:
         return name
@@ -41,7 +41,7 @@ def chosen_dtype(name: str, config: PretrainedConfig, device_type: str) -> str:
 
 
 def conversion(places: Iterable[TensorPlace], dtype: torch.dtype) -> str:
-    """A note about weights that are computed in another dtype than they are stored in; empty if there are none."""
+    """A note about weights whose compute dtype differs from the stored one; empty if there are none."""
     sizes, total = Counter[str](), 0
     for place in places:
         total += place.num_bytes

@@ -71,8 +71,8 @@ def logical_sources(
 class WeightMap:
     """Sources by transformers' parameter names.
 
-    Packed tensors are combined before (`X.qweight`, `X.scales`, ... are the value `X.weight`). Then transformers' own
-    mapping of checkpoint names to parameters is applied, so that all that it renames or stacks is handled here too.
+    Packed tensors are combined first (`X.qweight`, `X.scales`, ... are the value `X.weight`). Then transformers' own
+    mapping of checkpoint names to parameters is applied, with all of its renaming and stacking.
     """
 
     def __init__(self, model: PreTrainedModel, known: Collection[str], sources: dict[str, AnySource]) -> None:
@@ -155,7 +155,7 @@ class ParameterSlot:
     def assign(self, value: Any) -> None:
         """Set the parameter to what `materialize` returned."""
         if isinstance(self.source, ExpertSources):
-            self.module._parameters.pop(self.key, None)  # a table is no tensor, which nn.Module would refuse
+            self.module._parameters.pop(self.key, None)  # nn.Module would refuse a table, which is not a tensor
             self.module.__dict__[self.key] = value
         elif self.key in self.module._buffers:
             self.module._buffers[self.key] = value
@@ -227,7 +227,7 @@ class _Finder:
     ) -> None:
         """`layers` maps the model's layer names to those in the checkpoint."""
         self._checkpoint, self._layers = checkpoint, layers
-        self._kept = build_glob_alternation([*(model._keep_in_fp32_modules_strict or ())])[0]
+        self._float32_names = build_glob_alternation([*(model._keep_in_fp32_modules_strict or ())])[0]
         is_tied = getattr(model.config, "tie_word_embeddings", False)
         self._tied: dict[str, str] = dict(getattr(model, "_tied_weights_keys", None) or {}) if is_tied else {}
         names = list(map(self._original, model.state_dict()))
@@ -275,11 +275,16 @@ class _Finder:
         _require_readable(source)
         if source.shape != tuple(parameter.shape):
             raise CheckpointError(
-                f"{place.file}: tensor {place.name} has shape {list(source.shape)}, "
-                f"but the configuration asks for {list(parameter.shape)}"
+                f"{place.file}: tensor {place.name} must have the configuration's shape {list(parameter.shape)}, "
+                f"got {list(source.shape)}"
             )
-        if isinstance(source, Stored) and place.dtype == "F32" and self._kept.pattern and self._kept.search(name):
-            source = replace(source, keeps_dtype=True)  # it would lose by being rounded
+        if (
+            isinstance(source, Stored)
+            and place.dtype == "F32"
+            and self._float32_names.pattern
+            and self._float32_names.search(name)
+        ):
+            source = replace(source, keeps_dtype=True)  # rounding it would cost accuracy
         return ParameterSlot(module, key, source)
 
 
@@ -291,7 +296,7 @@ def _require_readable(source: AnySource | TensorSource) -> None:
         if part.shape[1:] != parts[0].shape[1:] or (isinstance(source, ExpertSources) and part.shape != parts[0].shape):
             raise CheckpointError(
                 f"{part.places[0].file}: tensor {part.places[0].name} has shape {list(part.shape)}, but "
-                f"{parts[0].places[0].name}, with which it belongs together, has {list(parts[0].shape)}"
+                f"{parts[0].places[0].name} of the same parameter has {list(parts[0].shape)}"
             )
     known = VALUE_DTYPES if isinstance(source, Stored) else STORED_DTYPES
     for place in () if parts else source.places:
@@ -368,7 +373,7 @@ class LateWrites:
     writes: tuple[Callable[[], object], ...]
 
     def register(self) -> None:
-        """Have the module call them before its forward."""
+        """Make the module call them before its forward."""
         known = self.module.__dict__
         if _WRITES not in known:
             self.module.register_forward_pre_hook(_write)
@@ -376,7 +381,7 @@ class LateWrites:
 
 
 def bind_all(skeleton: Skeleton, device: torch.device, stays_packed: bool = False) -> None:
-    """Load a whole model permanently; if it stays packed, with memory for the largest matrix or expert written out.
+    """Load a whole model permanently; if it stays packed, with memory for the largest dequantized matrix or expert.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -391,7 +396,7 @@ def bind_all(skeleton: Skeleton, device: torch.device, stays_packed: bool = Fals
     for slot in late:
         scratch = ReusedMemory(memory)
         slot.bind(read_raw(slot, device), skeleton.dtype, scratch)
-        if can_wait(slot):  # a table of experts writes what it is asked for
+        if can_wait(slot):  # a table of experts writes requested experts
             LateWrites(slot.module, tuple(scratch.writes)).register()
 
 

@@ -26,12 +26,12 @@ from bough.model.quant.scaled import (
 
 PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 NVFP4, TENSOR_GROUP = "nvfp4-pack-quantized", "tensor_group"  # and its strategy: groups, within one scale
-DENSE = "dense"  # the only layout of zeros: each has its number
-PATTERN, CLASS = "re:", "Linear"  # of targets: the beginning of a regular expression, and the class of every matrix
+DENSE = "dense"  # the only layout of zeros: explicit values
+PATTERN, CLASS = "re:", "Linear"  # in targets: the prefix of a regular expression, and the class of every matrix
 SCHEME_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
 WEIGHT_FIELDS = (
     *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder"),
-    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),  # which say how the weights were made
+    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),  # fields about how the weights were made
 )
 
 
@@ -80,7 +80,7 @@ class CompressedTensorsFormat(WeightFormat):
         return place.name if place.name.endswith(".weight") and place.dtype in (INT8, FLOAT8) else None
 
     def source(self, tensor: str, tensors: PackedTensors) -> Scaled | ExpertSources:
-        """Take numbers, scales, and what else the module's scheme asks for. Raises CheckpointError."""
+        """Take numbers, scales, and other tensors of the module's scheme. Raises CheckpointError."""
         module, weight = tensor.rpartition(".")[0], tensor.removesuffix("_packed")
         scheme = next((scheme for target, scheme in self.schemes if _matches(target, module)), None)
         if scheme is None:
@@ -89,7 +89,7 @@ class CompressedTensorsFormat(WeightFormat):
 
 
 def _require_plain(fields: Mapping[str, Any], where: str) -> None:
-    """Refuse what changes values beyond numbers and scales."""
+    """Refuse fields that change values beyond numbers and scales."""
     sparsity = fields.get("sparsity_config") or {}
     found = sparsity.get("format", DENSE) if isinstance(sparsity, Mapping) else sparsity
     _require_one_of(found, (DENSE,), f"{where}.sparsity_config.format")
@@ -134,7 +134,7 @@ def _nvfp4(weights: Mapping[str, Any], where: str) -> StoredAs:
 
 
 def _strategy(weights: Mapping[str, Any], at: str) -> tuple[str, tuple[int, int]]:
-    """What shares a scale, and the outputs and inputs of a group or block."""
+    """The kind of part that shares a scale, and the outputs and inputs of a group or block."""
     size, blocks = weights.get("group_size"), weights.get("block_structure")
     by_size = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = str(weights.get("strategy") or by_size).lower()

@@ -1,9 +1,9 @@
-"""What quantized formats share.
+"""The common part of quantized formats.
 
 In every format a weight is (number - zero point) * scale of its group, computed in float32 and rounded to the compute
 dtype, so that a packed model gives the same bits as the same model stored dequantized. A format is one file, and a line
-in `formats.py`: how it is recognised and its configuration read, which tensors belong to a weight, how they are
-dequantized, and samples for checks and measurements. Sizes are those of the tensors.
+in `formats.py`. It recognises and reads a configuration, takes a weight's tensors, dequantizes them, and has samples
+for checks and measurements. Sizes are those of the tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bough.model.architecture.moe import AnySource
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import STORED_DTYPES, VALUE_DTYPES, Scratch, room_bytes
 
-# Name prefixes in a model that contains a language model, and in the language model by itself.
+# Name prefixes in a model that contains a language model, and in the language model alone.
 PARTS = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -41,9 +41,9 @@ class WeightFormat(ABC):
     method: ClassVar[str]  # its `quant_method`
     bits: int  # of every weight; 0 if they differ
     is_transposed: ClassVar[bool] = False  # values are transposes of contiguous matrices
-    spare: ClassVar[tuple[str, ...]] = ()  # endings of names of tensors that say nothing of weights and are not read
-    note: str = ""  # what the configuration asks for and is not done
-    # Matrices (outputs, inputs) without a file in each layout that has its own way of being dequantized, by its name.
+    spare: ClassVar[tuple[str, ...]] = ()  # suffixes of names of tensors that do not belong to weights and are not read
+    note: str = ""  # parts of the configuration that are ignored
+    # Sample matrices (outputs, inputs) without a file, by the name of each layout with its own dequantization.
     samples: ClassVar[Mapping[str, Callable[[int, int], Dequantized]]] = {}
 
     def __str__(self) -> str:
@@ -72,16 +72,16 @@ class WeightFormat(ABC):
         """Take the tensors of a weight whose numbers are `tensor`. Raises CheckpointError."""
 
     def named(self, sources: Mapping[str, AnySource], parameters: Collection[str]) -> dict[str, AnySource]:
-        """A checkpoint's values by their names in the language model by itself, whose parameters are given."""
+        """A checkpoint's values by their names in the language model alone, whose parameters are given."""
         return in_language_model(sources)
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantized(ABC):
-    """A weight whose value is a whole matrix in scratch memory. Subclasses say from which tensors, and how."""
+    """A weight whose value is a whole matrix in scratch memory. Subclasses define its tensors and dequantization."""
 
     is_transposed: ClassVar[bool] = False  # the value is the transpose of a contiguous matrix
-    is_packed: ClassVar[bool] = True  # fewer bits are stored than computed with
+    is_packed: ClassVar[bool] = True  # fewer bits are stored than used in computation
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:
@@ -104,7 +104,7 @@ class Dequantized(ABC):
         return None, 0
 
     def random(self, rng: np.random.Generator) -> list[torch.Tensor]:
-        """Random bytes of `places` that a file might have, each (num_bytes,) uint8."""
+        """Random valid bytes of `places`, each (num_bytes,) uint8."""
         groups, num_groups = self.order
         return [_random_bytes(place, rng, num_groups if place is groups else None) for place in self.places]
 
@@ -142,21 +142,21 @@ class PackedTensors:
     """Tensors of a checkpoint that no weight has taken yet."""
 
     def __init__(self, remaining: dict[str, TensorPlace], has_data: bool = True) -> None:
-        """Taken tensors are removed from `remaining`. Without data, headers alone are there."""
+        """Taken tensors are removed from `remaining`. Without data, only headers are available."""
         self._remaining, self._has_data = remaining, has_data
 
     def __contains__(self, name: object) -> bool:
         return name in self._remaining
 
     def take(self, name: str, dtypes: Collection[str], beside: TensorPlace | None = None) -> TensorPlace:
-        """Take one of the tensors of a weight whose numbers are `beside`.
+        """Take another tensor of the weight whose numbers are `beside`.
 
         Raises:
             CheckpointError: it is missing, or has another dtype.
         """
         place = self._remaining.pop(name, None)
         if place is None:
-            assert beside is not None, "numbers are there: they are what is asked for first"
+            assert beside is not None, "numbers are taken first"
             raise CheckpointError(f"{beside.file}: tensor {name}, which belongs to {beside.name}, is missing")
         if place.dtype not in dtypes:
             raise CheckpointError(f"{place.file}: tensor {name} must be {' or '.join(dtypes)}, got {place.dtype}")
@@ -173,7 +173,7 @@ class PackedTensors:
     def unless_in_order(self, groups: TensorPlace, num_groups: int) -> TensorPlace | None:
         """None if the group indices are those of consecutive groups of equal size, which need no lookup.
 
-        Without data they are taken to be.
+        Without data they are assumed to be.
 
         Raises:
             CheckpointError: the indices cannot be read, or are out of range.
@@ -199,7 +199,7 @@ def quantization_fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def in_language_model(sources: Mapping[str, AnySource]) -> dict[str, AnySource]:
-    """Values by their names in the language model by itself, where a model has other parts too."""
+    """Values by their names in the language model alone, for models with other parts."""
     return {_own_name(name): source for name, source in sources.items()}
 
 

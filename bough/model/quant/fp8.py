@@ -12,7 +12,7 @@ from bough.model.checkpoint.container import TensorPlace
 from bough.model.quant.format import SAMPLE_GROUP, PackedTensors, WeightFormat
 from bough.model.quant.scaled import FLOAT8, SPARE, Scaled, StoredAs, block_size, unquantized
 
-SCALE_ENDINGS = ("_scale_inv", "_scale")  # both are what numbers are multiplied by
+SCALE_ENDINGS = ("_scale_inv", "_scale")  # both are factors of the numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Weights in the blocks of GGUF files: a float16 scale for 32 or 256 numbers of a row, and smaller scales within.
 
-A weight is scale * number, or scale * number plus an offset, in float32. Up to the sum this is exact, so that any order
-of the products has the bits of the library gguf. Where a block has its numbers is told by `BitField`, in plain
-arithmetic from which tables for CPUs are made, and constants of a kernel for GPUs.
+A weight is scale * number, or scale * number plus an offset, in float32. Before the sum this is exact, so any order
+of the products has the bits of the library gguf. `BitField` describes the places of a block's numbers by plain
+arithmetic; tables for CPUs and constants of a kernel for GPUs are made from it.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ class BitField(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """All numbers of one kind in a block: (low, and high bits above them) ^ flip, less center; or what codes say."""
+    """All numbers of one kind in a block: (low bits, high bits above) ^ flip, minus center; or looked up in codes."""
 
     low: BitField
     high: BitField = BitField(0)
     flip: int = 0  # 128 for signed bytes, of which 128 is then the center
     center: int = 0
-    codes: tuple[int, ...] = ()  # signed bytes of which bits tell the place
+    codes: tuple[int, ...] = ()  # signed bytes; the bits are an index into them
 
 
 class BlockType(NamedTuple):
-    """The layout of a block: where its numbers, its scales and its offset are."""
+    """The layout of a block: the places of its numbers, scales and offset."""
 
     numbers: Numbers
     scale: int  # byte of a float16
     offset: int = -1  # byte of a float16; -1: none
-    scales: Numbers = Numbers(BitField(0))  # what the scale is multiplied by, for each group of the block's numbers
-    mins: Numbers = Numbers(BitField(0))  # what the offset is multiplied by, which is then subtracted
+    scales: Numbers = Numbers(BitField(0))  # factor of the scale, for each group of the block's numbers
+    mins: Numbers = Numbers(BitField(0))  # factor of the offset, which is then subtracted
     num_groups: int = 1
 
 
 def _nibbles(first: int, half: int) -> BitField:
-    """4 bits of numbers of which the first `half` have the low bits of as many bytes, the next one the high bits."""
+    """4 bits of numbers: the first `half` are the low bits of as many bytes, the next `half` the high bits."""
     return BitField(4, first, 2 * half, half, half, half, 4)
 
 
@@ -124,7 +124,7 @@ class Blocks(Dequantized):
 
     place: TensorPlace  # (rows, bytes of a row) U8
     kind: str  # of TYPES
-    # A file has rows that are rotated together side by side: row i of a head, and row i + half.
+    # In a file, rows that are rotated together are adjacent: row i of a head, and row i + half.
     half: int = 1
 
     @property
@@ -139,7 +139,7 @@ class Blocks(Dequantized):
 
     @property
     def is_by_rows(self) -> bool:
-        """Whether any rows of the value can be made of the same rows of the tensor."""
+        """Whether any rows of the value can be made from the same rows of the tensor."""
         return self.half == 1
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Weights of GGUF files: which tensor is which parameter, and what llama.cpp's converter did to it."""
+"""Weights of GGUF files: the parameter of each tensor, and the changes that llama.cpp's converter made to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bough.model.quant.ggml_blocks import Blocks, sample
 
 EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # parameters that have all experts of a layer
 LAYER = re.compile(r"\d+")
-HEAD = "lm_head.weight"  # has no tensor if it is the embeddings
+HEAD = "lm_head.weight"  # missing if it equals the embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class GgufFormat(WeightFormat):
 
     @classmethod
     def found(cls, config: PretrainedConfig, path: Path) -> tuple[Mapping[str, Any], str] | None:
-        """What `gguf_config` has written, of a file."""
+        """The quantization of a GGUF file, from the fields of `gguf_config`."""
         return super(GgufFormat, cls).found(config, path) if path.is_file() else None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], _where: str) -> GgufFormat:
-        """Read what `gguf_config` has written."""
+        """Read the fields of `gguf_config`."""
         queries, keys = fields["num_heads"]
         return cls(fields["architecture"], fields["num_layers"], (queries, keys), tuple(fields["types"]))
 
@@ -66,7 +66,7 @@ class GgufFormat(WeightFormat):
         return _blocks(place, half)
 
     def named(self, sources: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:
-        """Sources by names of parameters instead of tensors; of experts one for each.
+        """Sources by names of parameters instead of tensors; experts have one each.
 
         Raises:
             CheckpointError: a tensor is missing, or has no place.
@@ -86,7 +86,7 @@ class GgufFormat(WeightFormat):
         return found
 
     def tensors_of(self, parameter: str) -> Iterator[tuple[str, str]]:
-        """Tensors of a parameter, each with the name that its value has in checkpoints of safetensors."""
+        """Tensors of a parameter, each with the name of its value in safetensors checkpoints."""
         if experts := EXPERTS.fullmatch(parameter):
             for part in ("gate", "up") if experts[2] == "gate_up" else ("down",):
                 name = f"{experts[1]}.{part}_proj.weight"
@@ -99,7 +99,7 @@ class GgufFormat(WeightFormat):
         return found or parameter
 
     def _half(self, place: TensorPlace) -> int:
-        """`half` of `Blocks`: llama's files have rows of queries and keys side by side that are rotated together."""
+        """`half` of `Blocks`: in llama's files, rows of queries and keys that are rotated together are adjacent."""
         for name, heads in zip(("attn_q", "attn_k"), self.num_heads, strict=True):
             if self.architecture == "llama" and f".{name}." in place.name:
                 return max(1, place.shape[0] // heads // 2)
@@ -132,7 +132,7 @@ def _blocks(place: TensorPlace, half: int = 1) -> Blocks:
 
 
 def _by_expert(name: str, source: TensorSource) -> Iterator[tuple[str, TensorSource]]:
-    """The values of a stack by their names, of which `name` is the pattern; any other value by its own."""
+    """The values of a stack by their names, which follow the pattern `name`; other values by their own name."""
     if "{}" not in name:
         yield name, source
         return
@@ -143,7 +143,7 @@ def _by_expert(name: str, source: TensorSource) -> Iterator[tuple[str, TensorSou
 
 @dataclass(frozen=True, slots=True)
 class Converted(Dequantized):
-    """A plain tensor whose rows are in the order of `ggml_blocks.Blocks`, or to whose values a number is added."""
+    """A plain tensor with rows in the order of `ggml_blocks.Blocks`, or with a number added to its values."""
 
     place: TensorPlace
     half: int

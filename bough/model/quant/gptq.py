@@ -42,7 +42,7 @@ class GptqFormat(WordsFormat):
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> GptqFormat:
         """Read `quantization_config`. Raises CheckpointError."""
-        name = "checkpoint_format" if fields.get("checkpoint_format") else "format"  # as newer files call it
+        name = "checkpoint_format" if fields.get("checkpoint_format") else "format"  # the name in newer files
         version = str(fields.get(name) or FIRST).lower()
         if version not in (FIRST, SECOND):
             raise CheckpointError(f"{where}.{name}: must be {FIRST!r} or {SECOND!r}, got {fields[name]!r}")

@@ -42,13 +42,15 @@ class ModeloptFormat(WeightFormat):
 
     @classmethod
     def found(cls, config: PretrainedConfig, path: Path) -> tuple[Mapping[str, Any], str] | None:
-        """Also what ModelOpt's own file has, where older versions left config.json as it was."""
+        """Also reads ModelOpt's own file, as older versions did not change config.json."""
         file = path / OWN_FILE
         if quantization_fields(config) or not file.is_file():
             return super(ModeloptFormat, cls).found(config, path)
         try:
             fields = json.loads(file.read_bytes())["quantization"]
-            return (fields, f"{file}: quantization") if fields.get("quant_algo") else None  # else only caches
+            return (
+                (fields, f"{file}: quantization") if fields.get("quant_algo") else None
+            )  # otherwise it quantizes only caches
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
             raise CheckpointError(f"{file}: must be JSON with an object quantization: {exc!r}") from exc
 

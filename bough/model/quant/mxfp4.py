@@ -28,7 +28,7 @@ class Mxfp4Format(WeightFormat):
 
     @classmethod
     def of(cls, _fields: Mapping[str, Any], _where: str) -> Mxfp4Format:
-        """All there is to know is in the tensors."""
+        """The tensors have all information."""
         return cls()
 
     def weight_name(self, place: TensorPlace) -> str | None:

@@ -1,6 +1,6 @@
 """Weights of 4 or 8 bits by rows, with a scale for each group, row or block, or for the whole matrix.
 
-compressed-tensors, the FP8 checkpoints of DeepSeek and Qwen, MXFP4 and NVFP4 store weights so; a file of each reads
+compressed-tensors, the FP8 checkpoints of DeepSeek and Qwen, MXFP4 and NVFP4 use this; a module for each reads
 config.json. NVFP4 has scales in two levels: E4M3 numbers for each 16 inputs, and one for the whole matrix.
 """
 
@@ -29,7 +29,7 @@ from bough.model.quant.format import (
 # Dtypes of numbers: unsigned in words of 32 bits, two E2M1 numbers in each byte, or one number in each byte.
 WORDS, FLOAT4, INT8, FLOAT8 = "I32", "U8", "I8", "F8_E4M3"
 EXPONENTS = "F8_E8M0"  # dtype of scales that are powers of two
-WHOLE_DIVISOR, WHOLE_FACTOR = "_global_scale", "_scale_2"  # what other scales are divided or multiplied by, by its name
+WHOLE_DIVISOR, WHOLE_FACTOR = "_global_scale", "_scale_2"  # divisor or factor of the other scales, by name
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 UNSET = -1  # in group indices: there are none
 SPARE = (  # endings of tensors that are for activations and caches, or of a symmetric weight's zero points
@@ -45,16 +45,18 @@ class StoredAs:
 
     dtype: str  # of the tensor with its numbers: WORDS, FLOAT4, INT8 or FLOAT8
     bits: int  # of a number
-    strategy: str  # what has its own scale: "tensor", "channel" (an output), "block", "group"; "": tensor or channel
+    strategy: (
+        str  # parts with their own scale: "tensor", "channel" (an output), "block", "group"; "": tensor or channel
+    )
     size: tuple[int, int] = (1, 1)  # outputs and inputs of a block or group
     is_symmetric: bool = True  # zero points are 0, or the middle of unsigned numbers
     is_ordered: bool = True  # a group's inputs are consecutive
     whole: str = ""  # WHOLE_DIVISOR or WHOLE_FACTOR, of scales in two levels
 
     def source(self, tensor: str, scale_names: Sequence[str], tensors: PackedTensors) -> Scaled | ExpertSources:
-        """Take the tensors of a weight whose numbers are `tensor`; the first of its `scale_names` that is there.
+        """Take the tensors of a weight whose numbers are `tensor`; the first of its `scale_names` that exists.
 
-        Without a module of its own a tensor of E4M3 numbers is a stack of experts.
+        A tensor of E4M3 numbers without its own module is a stack of experts.
 
         Raises:
             CheckpointError: one is missing, or has another dtype or shape.
@@ -73,7 +75,7 @@ class StoredAs:
         return ExpertSources(tuple(self._matrix(*of, tensors) for of in parts))
 
     def _matrix(self, numbers: TensorPlace, scales: TensorPlace, tensors: PackedTensors) -> Scaled:
-        """A matrix with these numbers and scales, and what else belongs to it."""
+        """A matrix with these numbers, scales and other tensors."""
         require_matrix(numbers)
         outputs, inputs = Scaled(numbers, scales, None, None, self.bits, (1, 1)).shape
         base, blocks = numbers.name.removesuffix("_packed"), self._blocks(outputs, inputs)
@@ -93,7 +95,7 @@ class StoredAs:
         return Scaled(numbers, scales, zeros, groups, self.bits, block, whole, self.whole == WHOLE_DIVISOR)
 
     def _blocks(self, outputs: int, inputs: int) -> dict[tuple[int, ...], tuple[int, int]]:
-        """Shapes that scales may have, the usual one last, and how many outputs and inputs then share a scale."""
+        """Allowed shapes of scales, the usual one last, each with the outputs and inputs that share a scale."""
         whole = dict.fromkeys(((1, 1), (), (1,)), (outputs, inputs))
         rows = dict.fromkeys(((outputs,), (outputs, 1)), (1, inputs))
         height, width = self.size
@@ -130,7 +132,7 @@ class StoredAs:
 
 
 def nvfp4(whole: str) -> StoredAs:
-    """NVFP4, with the scale of the whole matrix as it is named."""
+    """NVFP4; the name of the whole matrix's scale gives its meaning."""
     return StoredAs(FLOAT4, 4, "group", (1, 16), whole=whole)
 
 
@@ -156,7 +158,7 @@ class Scaled(Dequantized):
     bits: int
     block: tuple[int, int]  # outputs and inputs that share a scale
     whole: TensorPlace | None = None  # F32, one for the matrix
-    is_divided: bool = False  # the scales, by that of the whole, with which they are multiplied otherwise
+    is_divided: bool = False  # the scales are divided by the whole's scale instead of multiplied
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -194,7 +196,7 @@ class Scaled(Dequantized):
 
 
 def block_size(found: Any, where: str) -> tuple[int, int]:
-    """Outputs and inputs of a block, which a configuration has as [128, 128], or "128x128"."""
+    """Outputs and inputs of a block, from a configuration's [128, 128] or "128x128"."""
     parts = found.split("x") if isinstance(found, str) else found
     numbers = [int(part) for part in parts if str(part).isdecimal()] if isinstance(parts, list | tuple) else []
     if len(numbers) != 2 or len(parts) != 2 or min(numbers) < 1:
@@ -207,6 +209,6 @@ def unquantized(changed: Collection[str]) -> str:
     if not changed:
         return ""
     return (
-        f"weights are read exactly as stored; what {' and '.join(sorted(changed))} of its config.json would quantize "
-        "beside them, as other software may, stays in the compute dtype"
+        f"weights are read exactly as stored; values that {' and '.join(sorted(changed))} of its config.json would "
+        "quantize in other software stay in the compute dtype"
     )

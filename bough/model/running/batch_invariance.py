@@ -28,7 +28,7 @@ STEP = 4  # rows are padded to multiples of this for our own products: two threa
 
 
 def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> RowCounts:
-    """Replace a model's products; returns how many rows its layers compute together: `most` if always equal.
+    """Replace a model's products; returns the numbers of rows that its layers compute together, perhaps only `most`.
 
     The model must then run under `compute_reproducibly_with`.
     """
@@ -50,7 +50,7 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
 def row_counts(
     model: PreTrainedModel, quantization: WeightFormat | None, dtype: torch.dtype, most: int, backend: Backend
 ) -> RowCounts:
-    """Row counts: always `most` if a product may be a library's, as on a GPU, in float16, and with transposed packing.
+    """Row counts: always `most` if a library may compute products: on a GPU, in float16, or with transposed packing.
 
     The same holds with latent attention, and if torch may split a step of rows: with experts, or unusual sizes. `model`
     may be on the meta device.

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 def choose_device(name: str) -> torch.device:
     """The device of a setting, "auto", "cpu", "cuda" or "cuda:1"; `auto` is the first GPU, or the CPU if there is none.
 
-    A machine whose GPU torch cannot use computes on its CPU with a warning, as the settings do not say which was meant.
+    If torch cannot use the machine's GPU, `auto` is the CPU, with a warning, as the intention is unknown.
 
     Raises:
         ConfigError: the device does not exist.

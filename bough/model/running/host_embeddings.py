@@ -11,7 +11,7 @@ from bough.model.loading.loading import ParameterSlot, Skeleton
 
 
 def embeddings_for_host(model: PreTrainedModel, device_type: str) -> nn.Module | None:
-    """The embeddings, if they may stay on the host: with a GPU, and if the output head has its own matrix."""
+    """The embeddings, if they may stay on the host: with a GPU, and with a separate matrix in the output head."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = bool(getattr(model.config, "tie_word_embeddings", False)) or head is None
     if device_type == "cpu" or is_tied or embeddings is not getattr(model.get_decoder(), "embed_tokens", None):

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 ROWS = (1, 8, 16, 32, 64, 128)  # of captured steps; others are padded to the next
 TAIL_WIDTH = 32  # limit of levels of a tree above the committed tokens
-NUM_COLUMNS = 6  # inputs of a row besides its tail and tile: at most one tile per row
-NUM_WARM_UPS = 2  # runs before a capture, so that one-time work is not captured
+NUM_COLUMNS = 6  # inputs of a row without its tail and tile; at most one tile per row
+NUM_WARM_UPS = 2  # runs before a capture, to keep one-time work out of it
 
 
 class Captured(NamedTuple):
@@ -40,8 +40,8 @@ Capture = Callable[[Callable[[], torch.Tensor]], Captured]
 class GraphedSteps:
     """Captured steps of a model over one memory of keys and values, for small batches.
 
-    Launching kernels takes most of a small model's step on a GPU. A graph is launched at once, but has fixed addresses
-    and sizes. So a step's inputs are copied, in one piece, to a fixed buffer; rows and tails are padded to captured
+    Launching kernels takes most of a small model's step on a GPU. A graph is launched as a whole, but has fixed
+    addresses and sizes. So a step's inputs are copied together to a fixed buffer; rows and tails are padded to captured
     sizes; and all sessions' keys and values are rows of one memory.
     """
 
@@ -50,7 +50,7 @@ class GraphedSteps:
         self._skeleton, self._memory, self._device = skeleton, memory, device
         self._inputs = {num: torch.zeros(_num_inputs(num), dtype=torch.int32, device=device) for num in ROWS}
         self._steps: dict[int, Captured] = {}
-        for num, inputs in reversed(self._inputs.items()):  # from the largest on, so that shared memory is large enough
+        for num, inputs in reversed(self._inputs.items()):  # from the largest on, to make shared memory large enough
             inputs[5 * num : NUM_COLUMNS * num] = 1  # every row is a root in row 0, whose path has one key
             inputs[NUM_COLUMNS * num : (NUM_COLUMNS + 2) * num].view(num, 2)[:, 1] = 1  # and every tile has that row
             self._steps[num] = capture(lambda num=num: self._run(num))  # type: ignore[misc]
@@ -108,8 +108,8 @@ def _num_inputs(num_rows: int) -> int:
 def _inputs(batch: Batch, num_rows: int) -> np.ndarray:
     """Inputs of a step, (num_inputs,) int32.
 
-    Padding repeats the last row, which writes the same keys and values again; for that it must attend as that row does,
-    so padding has tiles too.
+    Padding repeats the last row, which writes the same keys and values again. It must attend like that row, so padding
+    has tiles too.
     """
     (chunk,) = batch.chunks
     rows, origins, bases, lengths, tails, tiles = (numbers.numpy() for numbers in chunk.paths_on_host())
@@ -127,7 +127,7 @@ class GpuCapture:
 
     def __init__(self) -> None:
         self._pool: Any = None  # torch's handle of that memory
-        self._stream: Any = None  # torch's own would be the same for all devices, and each has memory of cuBLAS
+        self._stream: Any = None  # torch's own stream would be shared by all devices, while each has memory of cuBLAS
 
     def __call__(self, act: Callable[[], torch.Tensor]) -> Captured:
         """Run `act` a few times, then capture it."""
@@ -150,8 +150,8 @@ class GpuCapture:
 def graphed_steps(skeleton: Skeleton, memory: KVMemory, device: torch.device, capture: Capture) -> GraphedSteps | None:
     """Capture a model's steps; None, with a warning, if that is not possible.
 
-    A mixture's are not tried: its host waits for each router, and after a capture that failed torch's allocator may
-    behave as if it went on. Nor are a hybrid model's, whose recurrent layers take as many steps as paths have nodes.
+    Not tried for mixtures: the host waits for each router, and after a failed capture torch's allocator may behave as
+    if it continued. Nor for hybrid models, whose recurrent layers take as many steps as paths have nodes.
     """
     if skeleton.kv_shape().states is not None:
         logger.info("draft steps are launched kernel by kernel: recurrent layers take other steps with every tree")

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from bough.errors import InvalidRequest, Unavailable
 from bough.model.sampling.sampler import Row
 
-NOT_THE_TEXT = 1  # where the counter of the text's own sampling has 0 (`bough.model.sampling.sampler.gumbel_noise`)
+NOT_THE_TEXT = 1  # the text's own sampling has 0 here (`bough.model.sampling.sampler.gumbel_noise`)
 GREEDY_TOKENS = 32  # limit at temperature 0
-GREEDY_STEP = 7  # powers of two between successive tokens' weights: samples are in the order of rank, nearly always
+GREEDY_STEP = 7  # powers of two between successive tokens' weights: samples are nearly always in the order of rank
 
 
 def generator(seed: int, round_: int, index: int) -> np.random.Generator:

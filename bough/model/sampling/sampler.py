@@ -1,4 +1,4 @@
-"""Chooses the next token from the target's logits and a position's random numbers, and nothing else.
+"""Chooses the next token from the target's logits and a position's random numbers alone.
 
 The token at a position is the argmax of log-probability + Gumbel noise, where the noise is a function of seed, position
 and token id (the Gumbel-max trick). So it does not depend on tree, batch or process; and a draft that knows the seed
@@ -18,7 +18,7 @@ from bough.errors import InvalidRequest, Unavailable
 from bough.protocol.prefix_hash import Tokens
 from bough.protocol.sampling_params import PositionLogprobs, SamplingParams, TokenLogprob
 
-Row = NDArray[np.float64]  # (vocab_size,), if nothing else is said
+Row = NDArray[np.float64]  # (vocab_size,) unless stated otherwise
 
 NUM_LIKELY = 1024  # tokens among which top-p nearly always ends
 SLACK = 1e-6  # much more than the rounding errors of noise
@@ -76,7 +76,7 @@ def adjusted(logits: Row, params: SamplingParams, counts: TokenCounts) -> Row:
 
 
 def penalised(logits: Row, num_outputs: NDArray[np.int64], params: SamplingParams) -> Row:
-    """Logits with penalties for tokens that all occurred in a text, so many times after its prompt; any shape."""
+    """Logits with penalties for tokens that occurred in a text, `counts` times after its prompt; any shape."""
     penalties = params.presence_penalty + num_outputs * params.frequency_penalty
     repeated = np.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
     result: Row = repeated - np.where(num_outputs > 0, penalties, 0.0)
@@ -147,7 +147,7 @@ def draw(logits: Row, params: SamplingParams, position: int) -> int:
 
 
 def draw_by(distribution: Callable[[Row], Row], logits: Row, params: SamplingParams, position: int) -> int:
-    """The token at an absolute position, from what `distribution` makes of the target's probabilities (vocab_size,).
+    """The token at an absolute position, from `distribution` of the target's probabilities (vocab_size,).
 
     Raises:
         Unavailable: no logit is finite.
@@ -164,7 +164,7 @@ def require_numbers(logits: Row, position: int) -> None:
 
 
 def require_number(is_there: bool, position: int) -> None:
-    """Raise Unavailable unless `is_there`: the largest logit for a position was found finite elsewhere."""
+    """Raise Unavailable unless `is_there`, whether the largest logit for a position is finite."""
     if not is_there:
         raise Unavailable(f"the target's logits for position {position} are not numbers; its weights may be damaged")
 

@@ -63,7 +63,7 @@ def disk_speed(path: Path, num_threads: int) -> Speed:
         if files:
             return _read_speed(files, num_threads, "the weights")
         with _stand_in(path) as file:
-            return _read_speed([file], num_threads, "a file made for it and removed")
+            return _read_speed([file], num_threads, "a temporary file")
     except OSError as exc:
         raise ConfigError(f"--link-speed: must be given in GB/s, as {path} cannot be measured: {exc}") from exc
 
@@ -145,7 +145,7 @@ def unpack_speed(packed: Dequantized, dtype: torch.dtype, device: torch.device) 
 
 
 def _compute_seconds(action: Callable[[], object], device: torch.device, limit_seconds: float) -> float:
-    """The shortest time with all threads or with a single one.
+    """The shortest time, with all threads or with one.
 
     If other processes compute too, threads that wait for one another can take many times as long; see
     docs/decisions/022-threads.md.

@@ -1,4 +1,4 @@
-"""Memory budgets, and what a sweep takes besides weights and KV."""
+"""Memory budgets, and the memory that a sweep takes in addition to weights and KV."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ Target = TypeVar("Target", bound=TargetConfig)
 
 RING_BYTES = 512 * 1000**2  # or RING_LAYERS if more: default size of a ring
 RING_LAYERS = 3  # one computed, one arriving, one arrived; further memory is better used for resident layers
-HIDDEN_COPIES = 8  # of a batch's hidden states at once: residuals, norms, queries, attention output, rotary tables
-GPU_SHARE = 0.95  # of what is free once libraries are loaded; the allocator rounds up
+HIDDEN_COPIES = (
+    8  # copies of a batch's hidden states at once: residuals, norms, queries, attention output, rotary tables
+)
+GPU_SHARE = 0.95  # share of the memory that is free once libraries are loaded; the allocator rounds up
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 
 
@@ -50,7 +52,7 @@ def host_budget(settings: TargetConfig, is_gpu: bool) -> int:
         return settings.host_memory or default_budget(free_memory())
     if settings.host_memory:
         raise ConfigError(
-            f"--host-memory: must be left out on the CPU, where --device-memory limits the one memory, got "
+            f"--host-memory: must be left out on the CPU, where --device-memory limits the memory, got "
             f"{gigabytes(settings.host_memory)}"
         )
     return 0
@@ -94,7 +96,7 @@ def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device:
     kv_memory, memory = settings.kv_memory, host if settings.kv_tier == "host" else device
     if kv_memory >= memory > 0:
         raise ConfigError(
-            f"--kv-memory: must be less than {gigabytes(memory)}, which are for weights, KV and activations, got "
+            f"--kv-memory: must be less than the {gigabytes(memory)} for weights, KV and activations, got "
             f"{gigabytes(kv_memory)}"
         )
     if not kv_memory and settings.kv_sessions and settings.max_context:
@@ -138,7 +140,7 @@ def fixed_bytes(
     scratch: int,
     embeddings: int = 0,
 ) -> Fixed:
-    """What a target takes for any placement of layers, including `resident` and `scratch` bytes.
+    """The memory that a target takes with any placement of layers, including `resident` and `scratch` bytes.
 
     `embeddings` of the resident bytes are on the host.
 
@@ -156,7 +158,7 @@ def fixed_bytes(
 
 
 def _kv_bytes(limits: TargetLimits, shape: KVShape, kv_memory: int) -> tuple[int, int]:
-    """Bytes of all rows of keys and values, and of the states of as many sessions as may be, which stay on devices."""
+    """Bytes of all rows of keys and values, and of the states of the most sessions, which stay on devices."""
     num_states = limits.num_states(shape.row_bytes, kv_memory, shape.state_bytes)
     rows = limits.num_rows(shape.row_bytes, kv_memory, shape.state_bytes)
     return rows * shape.row_bytes, num_states * shape.state_bytes
@@ -172,7 +174,7 @@ def other_devices(
     """
     if not settings.resident_devices:
         return []
-    told = ",".join(f"{name}={num_bytes}" for name, num_bytes in settings.resident_devices)
+    given = ",".join(f"{name}={num_bytes}" for name, num_bytes in settings.resident_devices)
     limits = TargetLimits.of(settings, max_positions(config))
     kv, states = _kv_bytes(limits, shape, settings.kv_memory)
     kv //= shape.num_layers  # of a layer with attention
@@ -185,7 +187,7 @@ def other_devices(
             there = (
                 ", ".join(f"cuda:{i}" for i in range(count) if f"cuda:{i}" != device) or "nothing: there is no other"
             )
-            raise ConfigError(f"--resident-devices: must be of {there}, got {told}")
+            raise ConfigError(f"--resident-devices: must be of {there}, got {given}")
     return [OtherDevice(name, num_bytes, fixed, layer_kv, hop) for name, num_bytes in settings.resident_devices]
 
 
@@ -200,7 +202,7 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
 
 
 def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits) -> int:
-    """Upper estimate of what a sweep takes besides weights and slots (tests/model/sizes/test_memory_budget.py)."""
+    """Upper estimate of a sweep's memory without weights and slots (tests/model/sizes/test_memory_budget.py)."""
     size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
     head = _sweep_rows(limits) * vocab_size * size * 2  # in parts, then concatenated
     logits = 8 * vocab_size * FLOAT64_BYTES  # one row at a time
@@ -208,7 +210,7 @@ def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLim
 
 
 def score_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits, num_threads: int) -> int:
-    """What threads of a CPU have of a tile of rows: scores of the query heads of a KV head, their queries and results.
+    """Memory of CPU threads for a tile of rows: scores, queries and results of a KV head's query heads.
 
     Latent attention has one KV head, so that a tile has all heads: 8 KB for each key with DeepSeek V3's 128.
     """
@@ -231,11 +233,11 @@ def _sweep_rows(limits: TargetLimits) -> int:
 def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits) -> int:
     """The part of `activation_bytes` on a device with layers but no output head."""
     size, rows, tokens = shape.dtype.itemsize, max(limits.rows, OWN_MOST), _sweep_rows(limits)
-    num_chosen = int(getattr(config, "num_experts_per_tok", None) or 0)  # outputs of a row's experts, before their sum
+    num_chosen = int(getattr(config, "num_experts_per_tok", None) or 0)  # outputs of a row's experts before their sum
     hidden = tokens * hidden_bytes(config, shape.dtype) * (HIDDEN_COPIES + num_chosen)
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
     attention = 0
-    if shape.value_dim:  # latents: each head's queries and results are as wide as these, some of them copied
+    if shape.value_dim:  # latents: each head's queries and results are as wide, some of them copied
         attention = 4 * rows * int(config.num_attention_heads) * (shape.head_dim + shape.value_dim) * size
     recurrence = 0
     if shape.states:

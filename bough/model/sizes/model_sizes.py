@@ -1,4 +1,4 @@
-"""Sizes of a model from the headers of its weights, or from its configuration alone."""
+"""Sizes of a model, from the headers of its weights or from its configuration alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ModelShapes:
     layer_bytes: tuple[int, ...]  # as stored on disk and sent over the link
     layer_flops: tuple[float, ...]  # of one token
     resident_bytes: int  # embeddings, final norm and output head, each tensor once
-    host_bytes: int  # of these, kept in host memory
+    host_bytes: int  # part of these in host memory
     scratch_bytes: int  # largest scratch memory of a layer
     packed: Dequantized | None  # the largest packed matrix; None if none is packed
     matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of the largest layer
@@ -89,13 +89,13 @@ class FoundModel(NamedTuple):
 
     config: PretrainedConfig
     path: Path  # of its weights, or where they would be
-    checkpoint: Checkpoint | None  # None if there is a configuration alone
+    checkpoint: Checkpoint | None  # None if there is only a configuration
 
 
 def find_model(model: str) -> FoundModel:
     """A model folder, a GGUF file or a hub id.
 
-    Of a hub id that is not in the local cache config.json and the headers of its weights are fetched.
+    For a hub id outside the local cache, config.json and the headers of its weights are fetched.
 
     Raises:
         CheckpointError: there is no configuration, or weights are damaged.
@@ -120,7 +120,7 @@ def _on_the_hub(model: str) -> FoundModel:
     except OSError as exc:
         raise InvalidModel(
             "model",
-            f"config.json of {model} can neither be fetched nor is it in the local Hugging Face cache: "
+            f"config.json of {model} cannot be fetched, and is not in the local Hugging Face cache: "
             f"{(str(exc) or repr(exc)).splitlines()[0]}",
         ) from exc
     except UNREADABLE as exc:
@@ -130,14 +130,14 @@ def _on_the_hub(model: str) -> FoundModel:
     try:
         return FoundModel(config, folder, Checkpoint.headers_of_hub(model, folder))
     except CheckpointError as exc:
-        logger.warning("%s; planned by its configuration alone", exc)
+        logger.warning("%s; planned from its configuration alone", exc)
         return FoundModel(config, folder, None)
 
 
 def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, device_type: str = "cpu") -> ModelShapes:
     """Sizes for computing in a dtype, in chunks of `rows` rows, from the headers of the weights.
 
-    `bits` is how weights would be stored: 16, or 8 or 4 as most checkpoints of compressed-tensors; 0 is as they are.
+    `bits` is the assumed storage of weights: 16, or 8 or 4 like most compressed-tensors checkpoints; 0 is as stored.
 
     Raises:
         CheckpointError: the architecture or the format is not supported, or headers are needed and missing.
@@ -158,7 +158,7 @@ def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, devic
                 "must have its weights' headers next to config.json, as they are packed",
                 f"{path} without *.safetensors; give --bits 4 to plan without them",
             )
-        stored = dtype if bits else _stored_dtype(config, dtype)  # before the configuration is that of `dtype`
+        stored = dtype if bits else _stored_dtype(config, dtype)  # before the configuration gets `dtype`
         model = build_empty(config, dtype)
         layers = list(model.get_decoder().layers)
         parameters = [list(_imagined(layer, bits, stored, dtype, share)) for layer in layers]
@@ -183,7 +183,7 @@ def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, devic
 
 
 def _stored(slot: ParameterSlot, dtype: torch.dtype, expert_share: float) -> _Parameter:
-    """A parameter as the checkpoint has it."""
+    """A parameter as stored in the checkpoint."""
     stack, shape = stack_of(slot.module, slot.source), slot.source.shape
     packed = max(_packed_parts(slot.source), key=lambda part: math.prod(part.shape), default=None)
     return _Parameter(
@@ -238,7 +238,7 @@ def _imagined(
 
 
 def _flops(shape: Sequence[int], expert_share: float) -> float:
-    """Of one token, which chooses a share of a stack's experts."""
+    """Operations of one token, which chooses a share of a stack's experts."""
     return 2.0 * math.prod(shape) * (expert_share if len(shape) == 3 else 1) if len(shape) >= 2 else 0.0
 
 
@@ -268,7 +268,7 @@ def _work(
 
 
 def _scratch_bytes(layer: Sequence[_Parameter], by_matrix: bool) -> int:
-    """Scratch bytes of a layer: all its dequantized values, or with `by_matrix` only the largest matrix of those."""
+    """Scratch bytes of a layer: all its dequantized values, or with `by_matrix` only the largest one."""
     late = [p.scratch_bytes for p in layer if by_matrix and p.can_wait]
     return max(late, default=0) + sum(p.scratch_bytes for p in layer if not (by_matrix and p.can_wait))
 

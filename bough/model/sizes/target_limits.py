@@ -20,11 +20,11 @@ class TargetLimits:
     max_nodes: int
     max_context: int
     kv_step: int = KV_STEP  # by which a session's slot grows
-    kv_sessions: int = 0  # for which room was asked; 0 if KV memory was given in bytes
+    kv_sessions: int = 0  # requested sessions; 0 if KV memory is given in bytes
 
     @classmethod
     def of(cls, settings: TargetConfig, max_positions: int) -> TargetLimits:
-        """The limits of a target with these settings for a model of `max_positions`, whatever memory holds."""
+        """The limits of a target with these settings for a model of `max_positions`, without limits by memory."""
         max_sweep_tokens = max(settings.max_sweep_tokens, settings.max_nodes)
         max_context = min(settings.max_context or max_positions, max_positions)
         return cls(settings.rows, max_sweep_tokens, settings.max_nodes, max_context, kv_sessions=settings.kv_sessions)
@@ -35,16 +35,16 @@ class TargetLimits:
         return self.max_context + self.max_nodes
 
     def num_states(self, row_bytes: int, kv_memory: int, state_bytes: int) -> int:
-        """Sessions whose states, of `state_bytes` each, fit beside rows; 0 if sessions have none.
+        """Sessions whose states, of `state_bytes` each, fit in addition to rows; 0 if sessions have none.
 
-        If a number of sessions was asked for, there is room for the longest context of each.
+        If a number of sessions was requested, there is room for the longest context of each.
         """
         if state_bytes and self.kv_sessions:
             return self.kv_sessions
         return num_states(kv_memory, self.slot_rows * row_bytes, state_bytes)
 
     def num_rows(self, row_bytes: int, kv_memory: int, state_bytes: int = 0) -> int:
-        """Rows, of `row_bytes` each, for all sessions and their trees together; beside them are their states.
+        """Rows, of `row_bytes` each, for all sessions and their trees together, without their states.
 
         Raises:
             ConfigError: a session of the longest context does not fit.

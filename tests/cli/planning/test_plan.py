@@ -342,7 +342,7 @@ def test_bad_flags_are_named(flags: Sequence[str], message: str, llama_70b: str,
 
 def test_a_model_that_is_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="can neither be fetched nor is it in the local"):
+    with pytest.raises(CheckpointError, match="cannot be fetched, and is not in the local"):
         find_model("bough-tests/no-such-model")
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         find_model(str(tmp_path))

@@ -116,7 +116,7 @@ def test_a_tensor_that_stands_in_two_files_is_where_the_index_says(copy: Path) -
     [
         ({"hidden_size": "sixty"}, "hidden_size"),
         ({"num_hidden_layers": 5}, r"model\.layers\.4\..*missing"),
-        ({"intermediate_size": 128}, r"shape \[96, 64\], but the configuration asks for \[128, 64\]"),
+        ({"intermediate_size": 128}, r"configuration's shape \[128, 64\], got \[96, 64\]"),
         ({"model_type": "no-such-model"}, "no-such-model"),
     ],
 )
@@ -163,14 +163,14 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "v
     ("model_type", "reason"),
     [
         ("llama4_text", "layers of chunked_attention"),
-        ("minimax", "layers of linear_attention keep a state, which is followed along trees only in qwen3_next"),
+        ("minimax", "layers of linear_attention keep a state, which is supported on trees only in qwen3_next"),
         ("mamba", "keep a state"),
         ("bloom", "computes attention on its own"),
         ("stablelm", "computes attention on its own"),
         ("gpt2", "does not list its layers"),
         ("falcon", "does not build it as a language model with bough's attention"),
         ("deepseek_v32", "layers of indexed_attention"),
-        ("longcat_flash", r"layer 0 has 2 attentions with latents \(MLA\), where slots have room for one"),
+        ("longcat_flash", r"layer 0 has 2 attentions with latents \(MLA\), but slots have room for one"),
         ("gemma3n_text", "attend to the keys of others"),
     ],
 )

@@ -193,5 +193,5 @@ def test_experts_of_another_shape_than_config_json_asks_for_are_named(both: tupl
         name = f"model.layers.1.mlp.experts.down_proj{ending}"
         tensors[name] = tensors[name][:, :32]
     folder = rewrite(both[0], tmp_path / "cut", tensors, AS_PUBLISHED)
-    with pytest.raises(CheckpointError, match=r"down_proj_blocks\[0\] has shape .*, but the configuration asks for"):
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks\[0\] must have the configuration's shape .*, got"):
         build_skeleton(Checkpoint.open(folder), torch.float32)
