@@ -138,7 +138,7 @@ class RetryWindow:
         self._failed_at = self._failed_at or time.monotonic()
         self._cause = self._cause or exc
         requested = getattr(exc, "retry_seconds", None)
-        # Jitter, so that clients disconnected at once do not all return at once.
+        # Jitter: clients that were disconnected together must not all return at once.
         seconds = requested if requested is not None else self._pause_seconds * random.uniform(0.5, 1.0)
         if time.monotonic() + seconds > self._failed_at + most_seconds:
             raise self._cause

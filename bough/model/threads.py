@@ -13,22 +13,22 @@ import torch
 
 Result = TypeVar("Result")
 SWITCH_SECONDS = 0.0002
-WHOLE = 2  # most torch threads with which no row is split, whatever the shapes
+WHOLE = 2  # most torch threads with which no row is split, for any shape
 
 
 def compute_with(num_threads: int) -> None:
     """Set the number of threads; must be called on the thread that computes, as numba's setting is per thread.
 
     Only one thread of a process may compute: each thread that calls into OpenMP, as this function does, gets its own
-    team, and with more threads than processors OpenMP's waiting threads sleep instead of spinning, so that sweeps of
-    many small products take up to twice as long. Other computations go through `on_a_passing_thread`.
+    team, and with more threads than processors OpenMP's waiting threads sleep instead of spinning. Sweeps of
+    many small products then take up to twice as long. Other computations go through `on_a_passing_thread`.
     """
     torch.set_num_threads(num_threads)
     numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
 
 
 def on_a_passing_thread(function: Callable[[], Result]) -> Result:
-    """Run a function on a short-lived thread, so that its OpenMP team ends; returns or raises what it does."""
+    """Run a function on a short-lived thread, with which its OpenMP team ends; returns or raises what it does."""
     with ThreadPoolExecutor(1, thread_name_prefix="passing") as passing:
         return passing.submit(function).result()
 
@@ -42,7 +42,7 @@ def hand_over_soon() -> None:
 
 
 def compute_reproducibly_with(num_threads: int) -> None:
-    """Set the number of threads so that bits are batch-invariant; must be called on the thread that computes.
+    """Set the number of threads for batch-invariant bits; must be called on the thread that computes.
 
     torch divides numbers evenly among threads. Three threads would split a row, and the numbers at the split, which do
     not fill a vector, are rounded differently. So torch gets at most two threads, except for products (`all_threads`).

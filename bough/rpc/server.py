@@ -209,8 +209,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def _written(self, answer: Callable[..., AsyncGenerator[Any, None]]) -> Answer:
         """Write a servicer's replies as fast as they are read, and close it however the call ends.
 
-        The servicer is asked for the next reply only after gRPC has taken the last one, so that a full window of the
-        reader stops it and bounds its memory.
+        The servicer is asked for the next reply only after gRPC has taken the last one: a full window of the reader
+        stops it and bounds its memory.
         """
 
         async def run(request: Any, context: ServicerContext) -> None:

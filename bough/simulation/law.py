@@ -1,6 +1,6 @@
 """The text distribution of a simulated pair: the target's token at each position, and a draft's guesses there.
 
-The true token is a function of seed and position alone, so that text does not depend on trees, batches or workers. A
+The true token is a function of seed and position alone: text does not depend on trees, batches or workers. A
 guess is a function of the distribution, the seed, the position and, off the true path, of its path (`salt`).
 """
 
@@ -20,7 +20,7 @@ from bough.trees.acceptance import Acceptance, FloatArray, smoothed
 NUM_BYTES = 256  # tokens of one byte, which come first in the vocabulary
 FIRST_WORD, NUM_WORDS = NUM_BYTES + 2, 8**3  # tokens that are words of three syllables with a leading space
 HOSTILE_CLAIM = 0.999
-LOWEST_PROB = 1e-9  # smallest stated probability, so that its logarithm is finite
+LOWEST_PROB = 1e-9  # smallest stated probability: its logarithm must be finite
 _TRUTH, _LEVEL, _RANK, _OTHERS, _END = range(1, 6)  # uses of random numbers
 _ON_PATH = 0  # salt of the true path
 NUM_LEVELS = 64  # equally frequent kinds of positions, from the least to the most certain

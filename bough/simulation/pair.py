@@ -25,7 +25,7 @@ class SimulatedPair(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for targets that simulate the same model and machine, whatever their events and failures."""
+        """Equal for targets that simulate the same model and machine, independent of events and failures."""
         calm = replace(self.profile, source="", events=(), failures=(), clock_scale=1.0)
         content = f"{calm!r} {self.law!r} {self.tokenizer.fingerprint}"
         return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()

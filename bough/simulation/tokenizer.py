@@ -33,7 +33,7 @@ def byte_token(character: str) -> int:
 
 @cache
 def simulated_tokenizer() -> TokenizerFiles:
-    """The tokenizer's files, the same in every process, so that simulated drafts and targets match."""
+    """The tokenizer's files, the same in every process: simulated drafts and targets match."""
     begin, end = "<|begin|>", "<|end|>"
     words = ["".join((_BLANK, *parts)) for parts in itertools.product(SYLLABLES, repeat=3)]
     beginnings = {word[:length]: None for word in words for length in range(2, len(word))}

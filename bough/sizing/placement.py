@@ -324,8 +324,8 @@ def place_with(
 
     Layers on another accelerator stay whole there and are computed there; only hidden states cross, megabytes where a
     layer has hundreds. So they are used before any layer streams. They are spread among the streamed layers like
-    resident ones, so that the link reads ahead while they are computed, and they form runs, whose number is limited by
-    the time that hidden states may take. If nothing streams, they are the last layers, in one run.
+    resident ones: the link reads ahead while they are computed. They form runs, whose number is limited by the time
+    that hidden states may take. If nothing streams, they are the last layers, in one run.
 
     All layers are assumed to be as large as the largest. `fixed.kv` is the KV of all layers. With experts `apart`, the
     first accelerator's layers are placed by `place_with_expert_cache`, with `from_host` and `is_forced`.
@@ -379,7 +379,7 @@ def _most_own(num_layers: int, largest: int, fixed: Fixed, budgets: Budgets) -> 
 def _beside(fixed: Fixed, num_layers: int, num_elsewhere: int) -> Fixed:
     """`fixed` without the KV of layers that are elsewhere.
 
-    Buffers for KV on the host have the size of two layers, whatever the number of layers, so they stay.
+    Buffers for KV on the host have the size of two layers for any number of layers, so they stay.
     """
     return fixed if fixed.host_kv else replace(fixed, kv=fixed.kv * (num_layers - num_elsewhere) // num_layers)
 

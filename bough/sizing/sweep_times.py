@@ -146,7 +146,7 @@ def expert_volume(fixed_bytes: int, expert_bytes: int, chosen_share: float, most
 def grid(step: int, most_rows: int) -> NDArray[np.int64]:
     """The knots of a curve: multiples of `step` up to `most_rows`, three in every factor of two.
 
-    Kernels work in tiles of a power of two of rows, so that seconds may jump behind one: the next size is a knot, too.
+    Kernels work in tiles of a power of two of rows, and seconds may jump after one: the next size is a knot, too.
     """
     powers = 2.0 ** np.arange(math.ceil(math.log2(max(2, most_rows))) + 1)
     candidates = np.concatenate((powers, powers + 1, 1.5 * powers, [most_rows]))

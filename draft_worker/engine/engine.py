@@ -171,7 +171,7 @@ class DraftEngine:
         self.num_passes += 1
 
     def _run(self, parts: Sequence[_Running]) -> None:
-        """Run one draft step. If it fails, run each part alone, so that one call's error does not fail all."""
+        """Run one draft step. If it fails, run each part alone: one call's error must not fail all."""
         began_ns = time.perf_counter_ns()
         try:
             answers = self._draft.ask([running.job for running in parts])

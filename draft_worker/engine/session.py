@@ -154,7 +154,7 @@ class DraftSession:
     def _observe(self, tokens: list[int]) -> None:
         """Learn the exponent from the tokens, root first, that followed the last tree's root.
 
-        Expansions of draft-ahead do not count, so that equal calls grow equal trees with and without it.
+        Expansions of draft-ahead do not count: equal calls must grow equal trees with and without it.
         """
         if self.grown is None or self.grown.tokens[0] != tokens[0] or len(tokens) == 1:
             return

@@ -1,4 +1,4 @@
-"""Compiles the kernels of CPU draft steps, in a process of its own (see `bough.processes.compile_once`).
+"""Compiles the kernels of CPU draft steps, in a separate process (see `bough.processes.compile_once`).
 
 python -m draft_worker.model.kernels bfloat16 8
 """

@@ -30,7 +30,7 @@ def require_name(field: str, name: str) -> None:
 
 
 def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int, limit: str = "") -> None:
-    """Raise ContextExceeded for a prompt that cannot fit the context whatever its tokens are.
+    """Raise ContextExceeded for a prompt that cannot fit the context with any tokens.
 
     It is checked before tokenizing, as that takes seconds for megabytes of text; `require_room` checks afterwards.
     `limit` says what keeps the context below the model's own limit, if anything does.

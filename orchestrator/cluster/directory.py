@@ -51,7 +51,7 @@ FIRST_LOOK_SECONDS = 3.0  # limit for which a start waits for listed workers to 
 WEIGHTS_SECONDS = 5.0  # between two times at which targets without a hash of their weights are asked
 FIRST_PAUSE_SECONDS = 0.5  # between the first two attempts to meet a worker; each further pause is twice as long
 LONGEST_PAUSE_SECONDS = 10.0
-SHORTEST_SHARE = 0.5  # of a pause, so that orchestrators which failed together do not try again together
+SHORTEST_SHARE = 0.5  # of a pause: orchestrators that failed together must not try again together
 REMIND_SECONDS = 300.0  # between two lines of the log about one worker
 
 
@@ -168,7 +168,7 @@ class Directory:
     async def running(self) -> AsyncIterator[None]:
         """Poll the index for the duration of the block.
 
-        Listed workers have been introduced when the block begins, so that a new process does not refuse its first
+        Listed workers have been introduced when the block begins: a new process must not refuse its first
         request. Workers that do not answer are introduced later, in the background.
         """
         looked = asyncio.Event()
@@ -194,7 +194,7 @@ class Directory:
         return tuple(k for k in same if k.info.max_context >= max_context and k.info.max_nodes >= max_nodes)
 
     def draft(self, target: TargetHandle, session_id: ScopedId, preferred_id: str) -> DraftHandle | None:
-        """A draft worker with the target's tokenizer; None if there is none, so that rounds have no trees.
+        """A draft worker with the target's tokenizer; None if there is none; rounds then have no trees.
 
         The preferred one, which has the session's KV, is chosen if it is usable, otherwise the least busy; one that is
         about to end, and refuses new sessions, comes last.
@@ -294,7 +294,7 @@ class Directory:
             await self.registry.sweep_expired()
 
     def _note(self, record: WorkerRecord) -> None:
-        """Record that a process is listed, and introduce a new worker in the background, so that polling goes on."""
+        """Record that a process is listed, and introduce a new worker in the background, without delaying polls."""
         known = self.find(record.worker_id)
         if known is not None:
             known.num_missing = 0
@@ -356,7 +356,7 @@ class Directory:
         return known
 
     async def _read_vocabularies(self, known: WorkerHandle[AnyClient], others: Iterable[WorkerHandle[Any]]) -> None:
-        """Read and cache vocabularies of workers whose tokenizers differ, so that a problem names the difference."""
+        """Read and cache vocabularies of workers whose tokenizers differ, to name the difference in the problem."""
         misfits: list[TokenizerFiles] = [other.tokenizer.files for other in others if not _fit(other, known)]
         for files in (known.tokenizer.files, *misfits) if misfits else ():
             await self.tokenizing.run(partial(getattr, files, "vocabulary"))

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 
-NUM_THREADS = 2  # so that one long prompt does not delay every short one; each keeps words of each tokenizer
+NUM_THREADS = 2  # one long prompt must not delay every short one; each thread caches words of each tokenizer
 
 Result = TypeVar("Result")
 
@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 class Tokenizing:
     """Shares one tokenizer among workers with equal ones, and runs slow work in threads.
 
-    The tokenizers library holds the GIL while it builds one, a second for a large vocabulary, so that sharing helps
-    more than the thread. It releases the GIL while it encodes. In each thread it keeps the tokens of the first 10,000
+    The tokenizers library holds the GIL while it builds one, a second for a large vocabulary: sharing helps more than
+    the thread. It releases the GIL while it encodes. In each thread it keeps the tokens of the first 10,000
     words of each tokenizer, those of deleted tokenizers included, until the thread ends (tokenizers 0.23).
     """
 

@@ -173,7 +173,7 @@ class DraftClient(WorkerClient):
         """Grow a tree for the session's next round, from its target's vocabulary; with the call's duration."""
 
         async def call(context: Context) -> GrowResult:
-            # Positions of roots are unique in a session, across turns as well, so that rounds share no random numbers.
+            # Positions of roots are unique in a session, across turns as well: rounds share no random numbers.
             round_ = context.base_length
             grow = GrowCall(context, session.tokens[-1], session.sampling, round_, plan, vocab_size, session.epoch)
             request = codec.grow_call_to_wire(grow)

@@ -43,7 +43,7 @@ class Need:
 
 @dataclass(slots=True)
 class UsualRound:
-    """Sizes of recent rounds at any target; shared by all, so that it does not affect the choice."""
+    """Sizes of recent rounds at any target; shared by all, to leave the choice unaffected."""
 
     tree_rows: RecentMedian = field(default_factory=lambda: RecentMedian(USUAL_ROWS))  # of a session in a sweep
     num_tokens: RecentMedian = field(default_factory=lambda: RecentMedian(USUAL_TOKENS))
@@ -152,7 +152,7 @@ class Health:
         self._pause.extend()
 
     def failed(self, session_id: ScopedId) -> None:
-        """Record that it answered this session's call with an error of its own, or with nonsense."""
+        """Record that it answered this session's call with an internal error, or with an invalid answer."""
         self._pauses.setdefault(session_id, Pause()).extend()
         if len(self._pauses) > MAX_SESSIONS:
             self._pauses.popitem(last=False)

@@ -24,7 +24,7 @@ class Epochs:
         self._newest = 0  # epoch
 
     async def begin(self, session_id: ScopedId) -> Claim:
-        """Claim a session for a new request, whoever had it."""
+        """Claim a session for a new request from any earlier owner."""
         return await self._claim(session_id, None)
 
     async def renew(self, session: Session) -> None:

@@ -231,7 +231,7 @@ class Opening:
         if options.continues:
             if claim.record is not None and record is not None and claim.record.epoch > record.epoch:
                 raise StaleEpoch(f"session_id: {session.session_id.name!r} was continued by another request meanwhile")
-            # Recorded before anything is generated, so that a retry does not continue the session twice.
+            # Record before anything is generated: a retry must not continue the session twice.
             with suppress(Unavailable):
                 await self.directory.registry.record_request(request_record(session), first_new=0)
 

@@ -195,8 +195,8 @@ class Verifier:
     ) -> list[TargetHandle]:
         """The session's own target, and others that would not finish it later, the best first.
 
-        The remaining wait at its own target is unknown; it is assumed to be at least the time waited already, so that a
-        session does not wait forever beside an idle target.
+        The remaining wait at its own target is unknown; it is assumed to be at least the time already waited: a session
+        must not wait forever while another target is idle.
         """
         home, home_id = place.target, place.target.record.worker_id
         need = Need(len(session.tokens), session.num_remaining, {home_id: place.held}, home_id)
@@ -292,7 +292,7 @@ class Verifier:
         target = min(
             usable, key=lambda known: (known is lost, known.is_leaving, known.expected_seconds(need), known.busyness)
         )
-        with TargetPlace(target):  # meanwhile, so that sessions that choose at the same moment see each other
+        with TargetPlace(target):  # counts meanwhile: sessions that choose at the same moment must see each other
             has_answered = await _still_answers(target)
         if not has_answered:
             target.health.lost()

@@ -1,6 +1,6 @@
 """Tenants: the holder of each key sees only its own requests and sessions.
 
-Inside bough, ids of requests and sessions have the tenant beside the client's name, in the index and at workers too. So
+Inside bough, ids of requests and sessions have the tenant and the client's name, in the index and at workers too. So
 ids of different tenants never collide, and another tenant's id is unknown. Without keys there is one tenant.
 """
 

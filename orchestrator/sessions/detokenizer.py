@@ -51,7 +51,7 @@ class StopTexts:
 class TextStream:
     """Decodes one output. `decode` turns a list of tokens into text.
 
-    Only a bounded window of the last tokens is decoded, so that every token costs the same.
+    Only a bounded window of the last tokens is decoded, so every token costs the same.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TextStream:
     def _shorten(self, text: str) -> str:
         """Cut the window to its last tokens in the middle of a possible character; returns text that is now certain.
 
-        The text of the last tokens ends like that of the whole window, whatever the cut bytes become. In a run of
+        The text of the last tokens ends like that of the whole window, even if cut bytes change. In a run of
         U+FFFD only the last ones may begin a character; earlier ones are certain. If a decoder behaves otherwise, all
         are.
         """

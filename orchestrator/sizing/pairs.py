@@ -186,7 +186,7 @@ class Margin:
     def min_gain(self, tokens: float) -> float:
         """The least bound for the worker if a step must gain `tokens`; above 1 if not even the first step does.
 
-        It is computed at the first level whose steps have gained less, so that growth ends there and not before.
+        It is computed at the first level whose steps have gained less: growth ends there and not earlier.
         """
         gains = (self._gains + PRIOR_GAINS) / (self._rounds + PRIOR_WEIGHT)
         short = np.flatnonzero(gains < tokens)
@@ -277,7 +277,7 @@ class Probing:
         return True
 
     def paid(self) -> None:
-        """Note that the last probe paid: the next one follows soon, to tell luck from change."""
+        """Note that the last probe paid: the next one follows soon, to distinguish luck from change."""
         self.num_remaining = min(self.num_remaining, FIRST_PROBE)
 
     def begin(self) -> None:

@@ -206,5 +206,5 @@ class RoundTimes:
         return max(0.0, times.queue.median - HIDDEN_FROM * times.curve(round(times.other_rows.median) + 1))
 
     def _is_hidden(self, situation: Situation) -> bool:
-        """Whether sessions alternate, so that one drafts while another's tree is verified."""
+        """Whether sessions alternate: one drafts while another's tree is verified."""
         return self._wait(situation) > 0.0

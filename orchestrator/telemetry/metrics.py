@@ -91,7 +91,7 @@ def _requests(name: str, totals: RequestTotals) -> Iterator[Metric]:
 def _by_label(
     name: str, text: str, model_name: str, label: str, counts: Mapping[str, int], known: Sequence[str]
 ) -> Metric:
-    """A counter for each value of a label; `known` values exist from the start, so that rates begin at 0."""
+    """A counter for each value of a label; `known` values exist from the start: rates then begin at 0."""
     common = labelled(name, {"model_name": model_name})
     metric = CounterMetricFamily(name, text, labels=[*common, label])
     for value in dict.fromkeys((*known, *tuple(counts))):

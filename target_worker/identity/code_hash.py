@@ -1,7 +1,7 @@
 """Hash of the code that decides tokens: a target may continue another's session only if their hashes are equal.
 
-The hash covers the parsed code, so that changed comments and docstrings do not prevent a failover, and covers one
-backend. A test follows the imports of a sweep, and lists the modules that cannot change tokens.
+The hash covers the parsed code of one backend; changed comments and docstrings do not prevent a failover. A test
+follows the imports of a sweep, and lists the modules that cannot change tokens.
 """
 
 from __future__ import annotations

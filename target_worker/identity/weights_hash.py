@@ -145,7 +145,7 @@ class WeightsHash:
         return whole_digest(digests) if len(digests) == len(self._states) else ""
 
     def require_unchanged(self) -> None:
-        """Raise CheckpointError if a file has changed since construction, so that two versions may have been read."""
+        """Raise CheckpointError if a file has changed since construction: two versions may have been read."""
         for file, state in self._states.items():
             with suppress(OSError):  # removed: open descriptors still read the old contents
                 if FileState.of(file) != state:

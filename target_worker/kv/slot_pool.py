@@ -115,7 +115,7 @@ class SlotPool:
         return session_id in self._order
 
     def to_preempt(self, session_id: ScopedId, epoch: int, num_rows: int) -> list[SessionSlot]:
-        """Sessions in use to preempt so that one may grow to `num_rows`, the youngest first; all younger than it.
+        """Sessions in use to preempt for one to grow to `num_rows`, the youngest first; all younger than it.
 
         So the oldest session can always grow until it ends. The list is empty if preempting all would not suffice, or
         if the session does not hold its slot: a new session preempts nobody.

@@ -102,7 +102,7 @@ class LayerExtents:
 
     @property
     def device_shift(self) -> int:
-        """Offset (0 or 8) from a multiple of 16 at which to place the layer, so that most weights are aligned to 16.
+        """Offset (0 or 8) from a multiple of 16 at which to place the layer, to align most weights to 16.
 
         GPUs' products want operands there; safetensors guarantees only 8.
         """

@@ -104,7 +104,7 @@ class DeviceStreams(Protocol):
 
     @property
     def unpinned_bytes(self) -> int:
-        """Bytes of `host_memory` that are not pinned, so that copies go through a staging buffer."""
+        """Bytes of `host_memory` that are not pinned; copies of them go through a staging buffer."""
 
     def host_memory(self, num_bytes: int) -> memoryview:
         """Allocate page-aligned host memory, pinned if the system allows it; valid until `close`.

@@ -66,7 +66,7 @@ class BatchDelay:
             self._answered[session_id] = caller, now
 
     def arrived(self, session_id: ScopedId, when: float, caller: str = "", num_running: int = 0) -> None:
-        """Record a session's call. Long absences are capped, so that they do not dominate the average."""
+        """Record a session's call. Long absences are capped, to keep them from dominating the average."""
         if not self._longest:
             return
         state = self._callers.setdefault(caller, _Caller())

@@ -113,7 +113,7 @@ class SweepYield:
 
 
 def divide(trees: Sequence[SweepTree], fixed_rows: int, cost: CostCurve, recent: Yield, most_rows: int) -> list[Nodes]:
-    """The nodes that each tree keeps, ascending and closed under parents, so that the sweep pays best.
+    """The nodes that each tree keeps for the best yield of the sweep, ascending and closed under parents.
 
     It maximises the sum of values minus the sweep's seconds times their price. The sweep has at most `most_rows` rows,
     of which `fixed_rows` are contexts, and each tree keeps its `least` nodes. Nodes of all trees are taken best first,

@@ -1,4 +1,4 @@
-"""Compiles the kernels of CPU sweeps, in a process of its own (see `bough.processes.compile_once`).
+"""Compiles the kernels of CPU sweeps, in a separate process (see `bough.processes.compile_once`).
 
 python -m target_worker.sweep.kernels bfloat16 whole
 """

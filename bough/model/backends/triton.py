@@ -118,7 +118,7 @@ def accumulate_in_float32() -> None:
 
 
 def _take_library_memory(device: torch.device) -> None:
-    """Make cuBLAS allocate its workspace, so that free memory can be measured afterwards."""
+    """Make cuBLAS allocate its workspace, before free memory is measured."""
     with torch.cuda.device(device):
         for dtype in (torch.bfloat16, torch.float16):
             square = torch.zeros((256, 256), dtype=dtype, device=device)

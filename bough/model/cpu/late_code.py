@@ -86,7 +86,7 @@ class _Library(JITCodeLibrary):
 
     @property
     def has_dynamic_globals(self) -> bool:
-        """Whether the code depends on addresses of this process, so that it cannot be cached."""
+        """Whether the code depends on addresses of this process, and cannot be cached."""
         self._make_code()
         return bool(super().has_dynamic_globals)
 

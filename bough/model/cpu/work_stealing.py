@@ -86,7 +86,7 @@ def counters(num_threads: int, num_loops: int = 1) -> NDArray[np.int64]:
 
 @strict_inner
 def as_thread(number: Any) -> Any:
-    """Convert a parallel loop's unsigned index to int64, so that callees are not compiled for both types."""
+    """Convert a parallel loop's unsigned index to int64, to compile callees for one type only."""
     return np.int64(number)
 
 

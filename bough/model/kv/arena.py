@@ -1,8 +1,8 @@
 """An arena of rows for the slots of many sessions; each slot has as many adjacent rows as it needs.
 
 Fragmentation loses no room: if no gap is large enough, as few rows as possible are moved. So a budget of bytes is a
-number of rows, and users only count rows. Free rows are kept behind each slot rather than at the end, so that most
-slots can grow in place.
+number of rows, and users only count rows. Free rows are kept behind each slot instead of at the end: most slots can
+then grow in place.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Arena:
         return best
 
     def _part(self, window: range, index: int) -> None:
-        """Move the window's slots before `index` down and the others up, so that all its free rows are at `index`."""
+        """Move the window's slots before `index` down and the others up: all its free rows are then at `index`."""
         begin, end = self._end_before(window.start), self._begin_after(window.stop - 1)
         for placed in self._placed[window.start : index]:
             self._place(placed, begin, placed.slot.num_rows)
@@ -156,7 +156,7 @@ class Arena:
             end = placed.begin
 
     def _spread(self, window: range, growing: _Placed, num_rows: int) -> None:
-        """Move the window's slots so that `growing` gets `num_rows` behind it, and share the other free rows."""
+        """Move the window's slots: `growing` gets `num_rows` behind it, and all share the other free rows."""
         slots = self._placed[window.start : window.stop]
         begin, end = self._end_before(window.start), self._begin_after(window.stop - 1)
         share = (end - begin - num_rows - sum(placed.slot.num_rows for placed in slots)) // len(slots)

@@ -1,7 +1,7 @@
 """The common part of quantized formats.
 
 In every format a weight is (number - zero point) * scale of its group, computed in float32 and rounded to the compute
-dtype, so that a packed model gives the same bits as the same model stored dequantized. A format is one file, and a line
+dtype. A packed model thus gives the same bits as the same model stored dequantized. A format is one file, and a line
 in `formats.py`. It recognises and reads a configuration, takes a weight's tensors, dequantizes them, and has samples
 for checks and measurements. Sizes are those of the tensors.
 """

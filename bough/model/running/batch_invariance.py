@@ -112,7 +112,7 @@ def _forward(module: nn.Linear, product: Product, rows: torch.Tensor) -> torch.T
 
 
 def _in_counts(function: Callable[..., torch.Tensor], counts: RowCounts) -> Callable[..., torch.Tensor]:
-    """Wrap a function of (1, n, features) rows so that it is called with allowed numbers of rows only."""
+    """Wrap a function of (1, n, features) rows: it is called only with allowed numbers of rows."""
 
     def run(hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         count = hidden.shape[1]

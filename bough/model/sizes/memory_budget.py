@@ -212,7 +212,7 @@ def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLim
 def score_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits, num_threads: int) -> int:
     """Memory of CPU threads for a tile of rows: scores, queries and results of a KV head's query heads.
 
-    Latent attention has one KV head, so that a tile has all heads: 8 KB for each key with DeepSeek V3's 128.
+    Latent attention has one KV head, and its tile all heads: 8 KB for each key with DeepSeek V3's 128.
     """
     group = int(config.num_attention_heads) // shape.num_kv_heads
     width = limits.slot_rows + 2 * (shape.head_dim + shape.value_dim)

@@ -26,7 +26,7 @@ Neutral = dict[str, tuple[object, ...]]
 
 
 class Fields(BaseModel):
-    """Refuses unknown fields by name, so that a misspelt field is not ignored silently.
+    """Refuses unknown fields by name: misspelt fields must not be ignored silently.
 
     Those that are empty or known to be harmless are ignored, with one line in the log for each name.
     """

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, object]
 
-MAX_MESSAGE = 2048  # approximate limit in bytes of a message, whatever the client sent
+MAX_MESSAGE = 2048  # approximate limit of a message in bytes, for any request
 MAX_PARAM = 256
 INVALID = "invalid_request_error"
 CONTEXT_EXCEEDED = "context_length_exceeded"  # agents shorten the conversation and retry

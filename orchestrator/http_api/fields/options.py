@@ -117,7 +117,7 @@ def _seed(seed: int | None) -> int | None:
 
 
 def _derived_seed(seed: int | None, index: int) -> int | None:
-    """The seed of a choice; the first has the request's own, so that it equals a request for one choice."""
+    """The seed of a choice; the first has the request's own, and so equals a request for one choice."""
     if seed is None or index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
