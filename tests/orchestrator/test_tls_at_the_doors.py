@@ -191,7 +191,7 @@ async def test_clients_without_a_certificate_are_refused_where_one_is_asked_for(
             await answered(client)
         async with door.http(context_of(AUTHORITY, *shown)) as http:
             assert (await http.get("/health")).status_code == 200
-        asked = "where it asks for a certificate, --tls-cert and --tls-key"
+        asked = "if it requires a certificate, also --tls-cert and --tls-key"
         assert asked in await refused(door.client(known))
         assert asked in await refused(door.client(replace(known, cert=str(strange[0]), key=str(strange[1]))))
         with caplog.at_level(logging.WARNING):

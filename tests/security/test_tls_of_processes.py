@@ -143,7 +143,7 @@ async def test_a_worker_answers_only_certificates_of_the_names_that_are_allowed(
 
 async def test_an_orchestrator_without_a_certificate_gets_nothing(bough: Bough) -> None:
     address = await bough.address("target")
-    with pytest.raises(Unavailable, match="where it asks for a certificate"):
+    with pytest.raises(Unavailable, match="if it requires a certificate"):
         await TargetClient(address, "o").info()
 
 
