@@ -28,6 +28,7 @@ COVERS = {  # what each folder's long tests may fail for, beside themselves
     "tests/security": ("bough/rpc", "orchestrator"),
     "tests/simulation": ("bough/grammar", "bough/simulation"),
     "tests/simulator": ("bough/simulation", "bough/sizing", "docs/capacity.md", "orchestrator/sizing", "simulator"),
+    "tests/sizing": ("bough/sizing", "draft_worker", "orchestrator", "target_worker"),
     "tests/target_worker": ("target_worker",),
 }
 

@@ -61,7 +61,7 @@ REQUESTS = {
     "sampled, JSON": replace(SAMPLED, ignore_eos=False, seed=6, constraint=RECORDS, frequency_penalty=0.2, top_p=0.9),
     "hot": replace(SAMPLED, temperature=1.6, seed=5, stop_token_ids=frozenset(range(3, 262, 20))),
 }
-# Parameters of which other requests have every one too.
+# Other requests have their parameters too. The suite asks these in tests/sizing/test_random_sizes.py alone.
 PARTS = (
     "greedy, penalties",
     "greedy, bias and penalties",

@@ -34,7 +34,7 @@ def test_a_process_knows_its_age() -> None:
     assert process_age_seconds() > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_build_a_model_without_the_compiler_and_distributed_tensors(tiny: Path) -> None:
     """They took a third of the imports, and 140 MB; a model that is built so computes with its buffers in place."""
     code = f"""

@@ -19,7 +19,8 @@ from tests.fakes.random_sizes import RandomDivision, RandomlyDividingTarget, Ran
 from tests.fakes.simulated import pair_of, text_of
 from tests.fakes.stack import Stack, simulated_stack, stack
 from tests.fakes.streams import OPTIONS, expected, kill_the_one_that_gets, read
-from tests.pipeline.test_equality import GREEDY, PLAIN, REQUESTS, SAMPLED
+from tests.fakes.tiers import long_but
+from tests.pipeline.test_equality import GREEDY, PARTS, PLAIN, REQUESTS, SAMPLED
 
 PROMPT = TokenPrompt((*range(40, 52), *range(60, 66), *range(40, 46)))
 NUM_RUNS = 5  # of each request at once
@@ -62,7 +63,7 @@ async def client(services: Stack, sizer: RandomSizer) -> AsyncIterator[Client]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", long_but(PARTS, REQUESTS))
 async def test_sizes_by_chance_give_what_plain_decoding_gives(client: Client, name: str) -> None:
     """Penalties, biases and filters, stop tokens, log-probabilities; five sessions share sweeps, each cut otherwise."""
     options = REQUESTS[name]

@@ -104,6 +104,7 @@ async def test_an_answer_is_read_and_its_tree_is_seen(page: Page) -> None:
     assert (await page.picture()).startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 async def test_enter_sends_and_shift_enter_makes_a_line(page: Page) -> None:
     """Enter made a line, and only the button sent."""
     await page.fill("#question", "one")
@@ -148,6 +149,7 @@ async def test_an_answer_that_is_cut_off_is_said_to_be(page: Page) -> None:
     assert "ended the answer early" in (await page.texts(".failed"))[0]
 
 
+@pytest.mark.long
 async def test_a_past_round_shows_its_tree(page: Page) -> None:
     await answer_with(page, ROUND, ROUND | {"accepted": [2], "texts": [" sea", " is"], "drafted": [True, False]})
     await ask(page, QUESTION)
@@ -165,6 +167,7 @@ async def test_a_past_round_shows_its_tree(page: Page) -> None:
     assert await page.texts("#place") == ["round 1 of 2"]
 
 
+@pytest.mark.long
 async def test_after_an_answer_the_last_tree_is_seen_and_not_a_root_alone(page: Page) -> None:
     """The last round has few tokens left, often one, and then no guesses."""
     await answer_with(page, ROUND, ROOT | {"texts": ["."], "drafted": [False]})
@@ -216,6 +219,7 @@ async def test_a_server_that_has_died_has_no_workers_in_use(tmp_path: Path) -> N
         assert "does not answer" in (await page.texts("#problem"))[0]
 
 
+@pytest.mark.long
 async def test_a_server_that_is_stopped_while_it_answers_is_shutting_down(page: Page) -> None:
     """It was called dead, although its answer went on."""
     await page.value("answers['/v1/chat/completions'] = () => new Promise(() => {}); 0")
@@ -274,5 +278,6 @@ async def test_what_others_say_is_text_and_never_markup(page: Page) -> None:
     assert await page.value("document.querySelectorAll('main img, #turns b, #tree b, #workers b').length") == 0
 
 
+@pytest.mark.long
 async def test_a_large_tree_is_drawn_without_overlaps(page: Page) -> None:
     assert await page.value(BIG_TREE) == [251, 0, True, 0]
