@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ BLOCK_TENSORS = {  # GGUF's names of a block's tensors, and transformers'
 OUTSIDE_TENSORS = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 ZEROED = ("attn_output", "ffn_down")
 ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}  # their rows are in llama.cpp's order
+
+NUM_WRITERS = 4  # files that are written at once: each waits for the disk at its end
 
 Bfloat16 = np.ndarray[Any, np.dtype[np.uint16]]  # bits, as numpy has no bfloat16
 
@@ -86,24 +89,26 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
 def _write_weights(header: GgufHeader, folder: Path, copies: int) -> None:
     """Write one file for each original block with its copies, and one for everything else."""
     config = gguf_config(header.file)
+    num_blocks = config["num_hidden_layers"]
     weight_map: dict[str, str] = {}
-    with tqdm(
-        total=config["num_hidden_layers"], desc="writing the demonstration model", leave=False, disable=None
-    ) as progress:
 
-        def write(name: str, tensors: Mapping[str, Bfloat16]) -> None:
-            content = f"{len(tensors)} tensors of the demonstration"
-            replace(folder / name, lambda partial: _save(tensors, partial), content)
-            weight_map.update(dict.fromkeys(tensors, name))
+    def write(name: str, tensors: Mapping[str, Bfloat16]) -> None:
+        content = f"{len(tensors)} tensors of the demonstration"
+        replace(folder / name, lambda partial: _save(tensors, partial), content)
+        weight_map.update(dict.fromkeys(tensors, name))
 
-        for index in range(config["num_hidden_layers"]):
-            write(f"block-{index:03d}.safetensors", expanded_block(header, config, index, copies))
+    def write_block(index: int) -> None:
+        write(f"block-{index:03d}.safetensors", expanded_block(header, config, index, copies))
+
+    outside = {name: _bfloat16(_read(header.tensors[stored])) for stored, name in OUTSIDE_TENSORS.items()}
+    write("outside-blocks.safetensors", outside)
+    with (
+        tqdm(total=num_blocks, desc="writing the demonstration model", leave=False, disable=None) as progress,
+        ThreadPoolExecutor(NUM_WRITERS) as writers,
+    ):
+        for _ in writers.map(write_block, range(num_blocks)):
             progress.update()
-        write(
-            "outside-blocks.safetensors",
-            {name: _bfloat16(_read(header.tensors[stored])) for stored, name in OUTSIDE_TENSORS.items()},
-        )
-    _write_json(folder / INDEX_NAME, {"metadata": {}, "weight_map": weight_map})
+    _write_json(folder / INDEX_NAME, {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _save(tensors: Mapping[str, Bfloat16], file: Path) -> None:
