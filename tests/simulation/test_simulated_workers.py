@@ -145,7 +145,7 @@ async def test_a_text_that_may_end_ends_where_the_law_ends_it(client: Client, pa
 
 
 @pytest.mark.pipeline
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 async def test_every_way_to_speculate_says_the_same_text_of_a_schema(client: Client, temperature: float) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array"}}, "required": ["a", "b"]}
     texts, rates = set(), {}

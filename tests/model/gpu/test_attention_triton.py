@@ -156,8 +156,8 @@ def test_rows_of_a_session_read_what_is_committed_together(kernel: ModuleType, m
     [
         (8, 1, 24, 0, torch.float16),
         (2, 2, 16, 30, torch.float16),
-        (2, 1, 16, 0, torch.float16),
-        (3, 1, 16, 0, torch.float32),
+        pytest.param(2, 1, 16, 0, torch.float16, marks=pytest.mark.long),
+        pytest.param(3, 1, 16, 0, torch.float32, marks=pytest.mark.long),
     ],
 )
 def test_a_row_s_bits_are_the_same_among_any_rows(
