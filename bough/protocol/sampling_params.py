@@ -61,9 +61,11 @@ class Parameter:
         return type(self.most)
 
     @property
-    def schema(self) -> dict[str, float]:
-        """The range as JSON Schema; a gap between 0 and the least number is not expressed."""
-        return {"exclusiveMinimum" if self.is_open else "minimum": 0 if self.zero else self.least, "maximum": self.most}
+    def schema(self) -> dict[str, Any]:
+        """The range as JSON Schema."""
+        if self.zero:
+            return {"minimum": 0, "maximum": self.most, "not": {"exclusiveMinimum": 0, "exclusiveMaximum": self.least}}
+        return {"exclusiveMinimum" if self.is_open else "minimum": self.least, "maximum": self.most}
 
 
 def _parameter(default: Any, *description: Any, **more: Any) -> Any:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
 from bough import __version__
+from bough.protocol.codec import MAX_NAME_LENGTH
 from bough.protocol.sampling_params import MAX_LOGPROBS, MAX_SEED, MAX_UINT32, PARAMETERS
+from bough.tokenization.chat_template import MAX_NUMBER
 from orchestrator.http_api.fields.base import Fields
 from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from orchestrator.http_api.fields.options import LOWEST_SEED, MAX_CHOICES
 from orchestrator.http_api.responses.fields import ResponseFields
-
-Schema = dict[str, Any]
+from orchestrator.http_api.schema_rules import NULL, RULES, Schema
 
 BODIES: tuple[type[Fields], ...] = (ChatFields, CompletionFields, ResponseFields, TokenizeFields, DetokenizeFields)
 REFERENCES = "#/components/schemas/"
@@ -22,7 +22,6 @@ TEXT: Schema = {"type": "string"}
 NUMBER: Schema = {"type": "number"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 FLAG: Schema = {"type": "boolean"}
-NULL: Schema = {"type": "null"}
 ANYTHING: Schema = {"type": "object"}
 RANGES: dict[str, Schema] = {  # ranges of numbers, which are checked by the same code as for gRPC
     **{name: parameter.schema for name, parameter in PARAMETERS.items()},
@@ -59,6 +58,8 @@ def document() -> Schema:
         for name, values in RANGES.items():
             for kind in defined["$defs"][body.__name__]["properties"].get(name, {}).get("anyOf", ()):
                 kind.update(values if kind["type"] in ("number", "integer") else {})
+    for name, rules in RULES.items():
+        defined["$defs"][name]["allOf"] = rules
     bearer = {"type": "http", "scheme": "bearer", "description": "a key, where the orchestrator has --keys"}
     return {
         "openapi": "3.1.0",
@@ -70,7 +71,8 @@ def document() -> Schema:
 
 
 def _paths() -> Schema:
-    session = _parameter("x-session-id", "header", "the session, as `session_id` of the body", {"type": "string"})
+    name = TEXT | {"maxLength": MAX_NAME_LENGTH}
+    session = _parameter("x-session-id", "header", "the session, as `session_id` of the body", name)
     stream, responses = "chunks of type ChatCompletionChunk", "events of type ResponseEvent"
     return {
         "/v1/chat/completions": _post("The assistant's next message", ChatFields, "ChatCompletion", stream, session),
@@ -101,7 +103,7 @@ def _paths() -> Schema:
 def _post(summary: str, body: type[Fields], answer: str, stream: str = "", *parameters: Schema) -> Schema:
     content: Schema = {"application/json": {"schema": _ref(answer)}}
     if stream:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": f"with `stream`: {stream}"}}
+        content["text/event-stream"] = {"schema": {"description": f"with `stream`: {stream}"}}
     given = {"required": True, "content": {"application/json": {"schema": _ref(body.__name__)}}}
     return {"post": _operation(summary, content, *parameters) | {"requestBody": given}}
 
@@ -189,7 +191,15 @@ _DELTA = _object({"role": {"const": "assistant"}, "content": TEXT, "tool_calls":
 _IDS = {"id": TEXT, "created": COUNT, "model": TEXT}
 _CHUNK_FIGURES = {"usage": _maybe(_ref("Usage")), "metrics": ANYTHING} | _WARNINGS
 _MODEL = _object(id=TEXT, object={"const": "model"}, created=COUNT, owned_by={"const": "bough"}, max_model_len=COUNT)
+_VARIABLE: Schema = {
+    "anyOf": [
+        *(TEXT, FLAG, NULL, NUMBER | {"minimum": -MAX_NUMBER, "maximum": MAX_NUMBER}),
+        _list(_ref("TemplateVariable")),
+        {"type": "object", "additionalProperties": _ref("TemplateVariable")},
+    ]
+}
 ANSWERS: Schema = {
+    "TemplateVariable": _VARIABLE,  # of requests
     "Error": _object(error=_object(message=TEXT, type=TEXT, param=_maybe(TEXT), code=_maybe(TEXT))),
     "Usage": _USAGE,
     "ChatCompletion": _object(

@@ -45,7 +45,7 @@ class Fields(BaseModel):
     @classmethod
     def _kept(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Drop fields without effect, and nulls: some clients send all fields, with null for unset ones."""
-        given = {name: value for name, value in data.items() if value is not None and name not in cls.ignored}
+        given = {name: _whole(value) for name, value in data.items() if value is not None and name not in cls.ignored}
         for name, neutral in cls.neutral.items():
             if name in given:
                 _require_neutral(name, given.pop(name), neutral)
@@ -73,6 +73,15 @@ class Fields(BaseModel):
     def __pydantic_init_subclass__(cls, **_: object) -> None:
         """Note the names of the fields, as requests have them."""
         cls.known = {field.alias or name for name, field in cls.model_fields.items()}
+
+
+def _whole(value: Any) -> Any:
+    """A number without a fraction as an integer, as JSON Schema counts 7.0; also in lists."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and any(type(each) in (float, list) for each in value):
+        return [_whole(each) for each in value]
+    return value
 
 
 def _is_ignored(name: str, value: Any) -> bool:

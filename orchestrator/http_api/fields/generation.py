@@ -20,11 +20,23 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from bough.config.json_fields import must
+from bough.protocol.codec import MAX_NAME_LENGTH
 from bough.protocol.generation import GenerateOptions
-from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_GRAMMAR, MAX_STOP_TOKENS, MAX_STOPS, PARAMETERS
+from bough.protocol.sampling_params import (
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_GRAMMAR,
+    MAX_STOP_LENGTH,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    MAX_UINT32,
+    PARAMETERS,
+)
+from bough.tokenization.chat_template import RESERVED
 from orchestrator.http_api.fields.base import Fields, Neutral, field_error
 from orchestrator.http_api.fields.tools import ANY, CallList, ToolChoiceField, ToolList
 
+MAX_BIAS = 1000  # of logits
 MAX_EFFORT = 32  # characters of `reasoning_effort`, whose values depend on the template
 MAX_REQUEST_ID = 128  # characters of a request's id, without the answer's prefix
 # For each type of part, the key of its text; only an assistant has refusals.
@@ -33,7 +45,8 @@ TextOrTokens = str | tuple[int, ...]
 AS_RENDERED: Neutral = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
 
 
-Stops = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 
 
 def _stops(value: Any) -> Any:
@@ -44,8 +57,9 @@ def _stops(value: Any) -> Any:
     return tuple(texts)
 
 
-Tokens = list[Annotated[int, Field(ge=0)]]
-Prompts = str | Annotated[list[str | Tokens], Field(min_length=1)] | Annotated[Tokens, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Prompts = Text | Annotated[list[Text | Tokens], Field(min_length=1)] | Tokens
 
 
 def _prompts(value: Any) -> Any:
@@ -103,6 +117,23 @@ def schema_text(value: Any) -> Any:
     return text
 
 
+# What is checked later, by the same code as for gRPC, is here only described.
+Name = Annotated[str, WithJsonSchema({"type": "string", "maxLength": MAX_NAME_LENGTH})]
+TokenId = Annotated[StrictInt, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_UINT32})]
+Size = Annotated[StrictInt, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MAX_UINT32})]
+BIASES_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+    "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+    "maxProperties": MAX_BIASES,
+}
+VARIABLES_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[A-Za-z][A-Za-z0-9_]{0,63}$", "not": {"enum": sorted(RESERVED)}},
+    "additionalProperties": {"$ref": "#/components/schemas/TemplateVariable"},
+}
+Variables = Annotated[dict[str, Any], WithJsonSchema(VARIABLES_SCHEMA)]
+
 Schema = Annotated[str, BeforeValidator(schema_text, json_schema_input_type=SchemaText)]
 Effort = Annotated[str, Field(min_length=1, max_length=MAX_EFFORT)]
 
@@ -120,10 +151,10 @@ class SpeculationFields(Fields):
     """Speculation settings, which change the speed but not the answer."""
 
     enabled: StrictBool = True
-    budget: StrictInt | None = None
-    width: StrictInt | None = None
-    depth: StrictInt | None = None
-    lookup: StrictInt | None = None
+    budget: Size | None = None
+    width: Size | None = None
+    depth: Size | None = None
+    lookup: TokenId | None = None
 
 
 class JsonSchemaFields(Fields):
@@ -186,17 +217,19 @@ else:
 class RequestFields(SamplingFields):
     """Fields common to all that generate."""
 
-    model: str = ""
+    model: Name = ""
     stream: StrictBool = False
     # Bough's extensions; for responses also those of chat.
     seed: StrictInt | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=Stops)] = ()
-    logit_bias: dict[str, float] = Field(default_factory=dict, max_length=MAX_BIASES)
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES), WithJsonSchema(BIASES_SCHEMA)] = Field(
+        default_factory=dict
+    )
     ignore_eos: StrictBool = False
-    stop_token_ids: list[StrictInt] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: StrictBool = False
-    session_id: str = ""
-    cache_salt: str = ""
+    session_id: Name = ""
+    cache_salt: Name = ""
     structured_outputs: StructuredOutputsFields | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
@@ -283,12 +316,32 @@ class MessageFields(Fields):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """The schema, in which content is optional: whether it is required depends on the other fields."""
+        """The schema, in which the role decides what a message must have."""
         reference = super().__get_pydantic_json_schema__(core_schema, handler)
         schema = handler.resolve_ref_schema(reference)
         schema["required"] = ["role"]
         schema["properties"]["content"] = {"anyOf": [part_schema(_SAID), {"type": "null"}]}
+        schema["anyOf"] = _MESSAGES
         return reference
+
+
+def _message(roles: list[str], required: list[str], **fields: Any) -> dict[str, Any]:
+    return {"properties": {"role": {"enum": roles}, **fields}, "required": required}
+
+
+_NO_CALLS: dict[str, Any] = {"tool_calls": {"enum": [[], None]}}
+_NO_CALL_ID: dict[str, Any] = {"tool_call_id": {"enum": ["", None]}}
+_NOTHING: dict[str, Any] = {"content": {"type": "null"}, "refusal": {"type": "null"}}
+_SOME: dict[str, Any] = {"type": "string", "minLength": 1}
+_MESSAGES = [
+    _message(["system", "developer", "user"], ["content"], content=part_schema(_SAID), **_NO_CALLS, **_NO_CALL_ID),
+    _message(["tool"], ["content", "tool_call_id"], content=part_schema(_SAID), tool_call_id=_SOME, **_NO_CALLS),
+    _message(["assistant"], ["content"], content=part_schema(_SAID), **_NO_CALL_ID),
+    _message(["assistant"], ["refusal"], refusal=part_schema(_SAID), content={"type": "null"}, **_NO_CALL_ID),
+    _message(["assistant"], ["tool_calls"], tool_calls={"type": "array", "minItems": 1}, **_NOTHING, **_NO_CALL_ID),
+    _message(["assistant"], ["reasoning"], reasoning=_SOME, **_NOTHING, **_NO_CALL_ID),
+    _message(["assistant"], ["reasoning_content"], reasoning_content=_SOME, **_NOTHING, **_NO_CALL_ID),
+]
 
 
 class ChatFields(GenerationFields):
@@ -302,7 +355,7 @@ class ChatFields(GenerationFields):
     tool_choice: ToolChoiceField = ANY
     parallel_tool_calls: StrictBool = True
     include_reasoning: StrictBool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Variables = Field(default_factory=dict)
     reasoning_effort: Effort | None = None
     neutral: ClassVar[Neutral] = {
         **GenerationFields.neutral,
@@ -334,12 +387,12 @@ class CompletionFields(GenerationFields):
 class TokenizeFields(Fields):
     """Body of /tokenize: a text or a conversation."""
 
-    model: str = ""
-    prompt: str | None = None
+    model: Name = ""
+    prompt: Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})] | None = None
     messages: Annotated[list[MessageFields], Field(fail_fast=True)] | None = Field(None, min_length=1)
     return_token_strs: StrictBool = False
     add_special_tokens: StrictBool | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Variables = Field(default_factory=dict)
     tools: ToolList = Field(default_factory=list)
     neutral: ClassVar[Neutral] = AS_RENDERED
 
@@ -347,5 +400,5 @@ class TokenizeFields(Fields):
 class DetokenizeFields(Fields):
     """Body of /detokenize."""
 
-    model: str = ""
-    tokens: Annotated[list[StrictInt], Field(fail_fast=True)]
+    model: Name = ""
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

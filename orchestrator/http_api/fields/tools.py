@@ -21,6 +21,9 @@ FUNCTION_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"  # such names need no escapes in JS
 NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 
 
+PARAMETERS_SCHEMA: Json = {"type": "object", "properties": {"type": {"const": "object"}}}
+
+
 def _parameters(value: Any) -> Any:
     """Accept the JSON Schema of an object; its type may be missing."""
     if not isinstance(value, dict):
@@ -55,12 +58,6 @@ class FunctionChoice(NamedTuple):
 
 
 ANY = FunctionChoice()
-CHOICE_SCHEMA: Json = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        {"type": "object", "properties": {"type": {"enum": ["function", "allowed_tools"]}}, "required": ["type"]},
-    ]
-}
 
 
 class ChoiceSpelling(NamedTuple):
@@ -69,6 +66,14 @@ class ChoiceSpelling(NamedTuple):
     function: str  # path from an object that names a function to the name
     allowed: str  # path from an object of type "allowed_tools" to the list of such objects
     examples: str  # of both objects
+
+    @property
+    def schema(self) -> Json:
+        """The JSON Schema of what `choice` accepts; that the functions are among the tools it cannot say."""
+        named = _typed("function", {"name": {"type": "string", "pattern": FUNCTION_NAME}}, self.function)
+        tools = {"type": "array", "items": named, "minItems": 1, "maxItems": MAX_TOOLS}
+        allowed = _typed("allowed_tools", {"mode": {"enum": ["auto", "required"]}, "tools": tools}, self.allowed)
+        return {"anyOf": [{"enum": ["none", "auto", "required"]}, named, allowed]}
 
     def choice(self, value: Any) -> Any:
         """Accept a mode, an object that names a function, or one that lists the allowed functions."""
@@ -103,6 +108,17 @@ def _fields(value: Any, kind: str, path: str) -> Any:
     return None
 
 
+def _typed(kind: str, fields: Json, path: str) -> Json:
+    """The JSON Schema of an object of which `_fields` finds all fields."""
+    if path.startswith(kind):
+        fields = {kind: _exact(fields)}
+    return _exact({"type": {"const": kind}, **fields})
+
+
+def _exact(fields: Json) -> Json:
+    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+
+
 _NAMED = '{"type": "function", "function": {"name": ...}}'
 _IN_CHATS = ChoiceSpelling(
     "function.name",
@@ -117,7 +133,7 @@ class FunctionFields(Fields):
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     description: str | None = None
-    parameters: Annotated[str, BeforeValidator(_parameters, json_schema_input_type=dict[str, Any])] = NO_PARAMETERS
+    parameters: Annotated[str, BeforeValidator(_parameters), WithJsonSchema(PARAMETERS_SCHEMA)] = NO_PARAMETERS
     strict: StrictBool = False
 
 
@@ -146,7 +162,7 @@ class ToolCallFields(Fields):
 
 ToolList = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
 CallList = Annotated[list[ToolCallFields], Field(max_length=MAX_CALLS)]
-ToolChoiceField = Annotated[FunctionChoice, BeforeValidator(_IN_CHATS.choice), WithJsonSchema(CHOICE_SCHEMA)]
+ToolChoiceField = Annotated[FunctionChoice, BeforeValidator(_IN_CHATS.choice), WithJsonSchema(_IN_CHATS.schema)]
 
 
 def chat_tools(

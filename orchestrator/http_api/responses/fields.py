@@ -14,11 +14,17 @@ from bough.protocol.generation import ChatPrompt, Message, ToolCall, Tools
 from bough.protocol.sampling_params import UNLIMITED
 from orchestrator.http_api.fields.base import Fields, Neutral
 from orchestrator.http_api.fields.errors import invalid
-from orchestrator.http_api.fields.generation import Effort, RequestFields, part_schema, parts_text, schema_text
+from orchestrator.http_api.fields.generation import (
+    Effort,
+    RequestFields,
+    Variables,
+    part_schema,
+    parts_text,
+    schema_text,
+)
 from orchestrator.http_api.fields.options import RequestLimits, constraint_names, constraint_of, template_kwargs
 from orchestrator.http_api.fields.tools import (
     ANY,
-    CHOICE_SCHEMA,
     FUNCTION_NAME,
     MAX_CALLS,
     MAX_TOOLS,
@@ -187,16 +193,16 @@ class ResponseFields(RequestFields):
     input: Annotated[
         list[Annotated[InputItem, BeforeValidator(_item)]],
         Field(fail_fast=True),
-        BeforeValidator(_input, json_schema_input_type=str | list[InputItem]),
+        BeforeValidator(_input, json_schema_input_type=str | Annotated[list[InputItem], Field(min_length=1)]),
     ]
     instructions: str | None = None
     max_output_tokens: StrictInt | None = None
     text: TextFields = TextFields()
     tools: list[FlatToolFields] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Annotated[FunctionChoice, BeforeValidator(_CHOICE.choice), WithJsonSchema(CHOICE_SCHEMA)] = ANY
+    tool_choice: Annotated[FunctionChoice, BeforeValidator(_CHOICE.choice), WithJsonSchema(_CHOICE.schema)] = ANY
     parallel_tool_calls: StrictBool = True
     reasoning: ReasoningFields = ReasoningFields()
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Variables = Field(default_factory=dict)
     include: list[
         Literal[
             "message.output_text.logprobs",

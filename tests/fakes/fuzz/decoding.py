@@ -26,8 +26,8 @@ from orchestrator.http_api import chat, completions
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.fields.errors import ApiError
 from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
-from orchestrator.http_api.fields.options import RequestedOutput, choices
-from orchestrator.http_api.fields.tools import tools_of
+from orchestrator.http_api.fields.options import RequestedOutput, choices, template_kwargs
+from orchestrator.http_api.fields.tools import chat_tools, tools_of
 from orchestrator.http_api.responses import fields as response_fields
 from orchestrator.http_api.responses.answer import repeated
 from orchestrator.http_api.responses.fields import ResponseFields
@@ -66,7 +66,7 @@ def all_layers() -> list[Layer]:
         Layer("chat", _bodies("/v1/chat/completions"), lambda data: chat_body(data, tokenizer)),
         Layer("responses", _bodies("/v1/responses"), lambda data: response_body(data, tokenizer)),
         Layer("completions", _bodies("/v1/completions"), lambda data: completion_body(data, tokenizer)),
-        Layer("tokenize", _bodies("/tokenize"), lambda data: parse(TokenizeFields, data)),
+        Layer("tokenize", _bodies("/tokenize"), lambda data: tokenize_body(data, tokenizer)),
         Layer("detokenize", _bodies("/detokenize"), lambda data: parse(DetokenizeFields, data)),
     ]
     index = [
@@ -163,7 +163,8 @@ def verified(data: bytes) -> object:
 def chat_body(data: bytes, tokenizer: Tokenizer) -> object:
     """Decode a chat completion's body."""
     fields = parse(ChatFields, data)
-    prompts = (chat.chat_prompt(fields.messages),)
+    tools = chat_tools(fields.tools, fields.tool_choice, allows_several=fields.parallel_tool_calls)
+    prompts = (chat.chat_prompt(fields.messages, tools, template_kwargs(fields.chat_template_kwargs, None)),)
     return _opened(choices(fields, prompts, chat.chat_limits(fields), "id", fields.session_id), tokenizer)
 
 
@@ -183,6 +184,12 @@ def completion_body(data: bytes, tokenizer: Tokenizer) -> object:
     prompts = tuple(map(completions.text_prompt, fields.prompt))
     limits = completions.completion_limits(fields)
     return _opened(choices(fields, prompts, limits, "id", fields.session_id), tokenizer)
+
+
+def tokenize_body(data: bytes, tokenizer: Tokenizer) -> object:
+    """Decode a body of /tokenize."""
+    prompt = completions.tokenized_prompt(parse(TokenizeFields, data))
+    return opened(prompt, GenerateOptions(), tokenizer)
 
 
 def _opened(wanted: Sequence[RequestedOutput], tokenizer: Tokenizer) -> list[int]:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from copy import deepcopy
 from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from bough.simulation.tokenizer import simulated_tokenizer
+from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.http_api import body
+from orchestrator.http_api.fields.base import Fields
 from orchestrator.http_api.fields.errors import ApiError
+from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from orchestrator.http_api.openapi import BODIES, RANGES, document
+from orchestrator.http_api.responses.fields import ResponseFields
+from tests.fakes.fuzz import decoding
 from tests.fakes.http_stack import HttpStack, Json, http_stack
+from tests.fakes.openapi_narrowed import narrow
+from tests.fakes.openapi_samples import samples
 
 USER: Json = {"role": "user", "content": "x"}
 CHAT: Json = {"messages": [USER], "max_tokens": 2}
@@ -21,6 +32,9 @@ SCORED: Json = CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}
 SCORED_RESPONSE: Json = {"input": "x", "max_output_tokens": 2, "include": ["message.output_text.logprobs"]}
 TOOL: Json = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 FLAT: Json = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+TOKENIZER = Tokenizer(simulated_tokenizer())
+NARROWED = deepcopy(document())
+narrow(NARROWED)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +126,7 @@ async def test_other_answers_and_refusals_are_as_it_says(door: HttpStack) -> Non
         ("ResponseFields", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}, "store": True}),
         ("TokenizeFields", {}),
         ("DetokenizeFields", {}),
+        ("DetokenizeFields", {"tokens": [7.0]}),  # which is an integer in JSON Schema
     ],
 )
 def test_what_is_accepted_is_as_it_says(kind: str, fields: Json) -> None:
@@ -123,9 +138,9 @@ def test_what_is_accepted_is_as_it_says(kind: str, fields: Json) -> None:
         "DetokenizeFields": {"tokens": [1]},
     }
     (model,) = (one for one in BODIES if one.__name__ == kind)
-    given = whole[kind] | fields
-    body.parse(model, json.dumps(given).encode())
-    check(kind, given)
+    whole_body = whole[kind] | fields
+    body.parse(model, json.dumps(whole_body).encode())
+    check(kind, whole_body)
 
 
 @pytest.mark.parametrize("name", sorted(RANGES))
@@ -165,8 +180,27 @@ async def test_numbers_out_of_its_ranges_are_refused_and_others_are_not(door: Ht
     ],
 )
 def test_what_it_forbids_is_refused(fields: Json) -> None:
-    given = CHAT | fields
+    forbidden = CHAT | fields
     with pytest.raises(jsonschema.ValidationError):
-        check("ChatFields", given)
+        check("ChatFields", forbidden)
     with pytest.raises(ApiError):
-        body.parse(BODIES[0], json.dumps(given).encode())
+        body.parse(BODIES[0], json.dumps(forbidden).encode())
+
+
+READERS: dict[type[Fields], Callable[[bytes, Tokenizer], object]] = {
+    ChatFields: decoding.chat_body,
+    CompletionFields: decoding.completion_body,
+    ResponseFields: decoding.response_body,
+    TokenizeFields: decoding.tokenize_body,
+    DetokenizeFields: lambda data, _: body.parse(DetokenizeFields, data),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", READERS)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(data=st.data())
+def test_what_it_allows_is_accepted(kind: type[Fields], data: st.DataObject) -> None:
+    """Schemathesis asks a running server in the same way: see docs/http-api.md."""
+    allowed = data.draw(samples({"$ref": f"#/components/schemas/{kind.__name__}"}, NARROWED["components"]))
+    READERS[kind](json.dumps(allowed).encode(), TOKENIZER)
