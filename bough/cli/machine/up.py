@@ -225,9 +225,9 @@ def _workers(arguments: argparse.Namespace) -> tuple[TargetConfig, DraftConfig |
         elif target is None:
             drops = SUBSTITUTE_DROPS
     target = target or str(demonstration_folder())
-    target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
+    target_flags = ["--model", target, *_flag_if_set("--dtype", arguments.dtype)]
     for name in ("max_context", "device_memory", "kv_memory", "host_memory"):
-        target_flags += _given(f"--{name.replace('_', '-')}", getattr(arguments, name))
+        target_flags += _flag_if_set(f"--{name.replace('_', '-')}", getattr(arguments, name))
     target_flags += placement_flags(target, os.environ)
     target_config = parse(TargetConfig, "target_worker", target_flags, os.environ)
     return target_config, _draft_config(arguments, target_config, draft, drops)
@@ -245,17 +245,17 @@ def _simulated(arguments: argparse.Namespace) -> tuple[TargetConfig, DraftConfig
     load_profile(profile)  # raises for an invalid profile before anything starts
     path = Path(profile)
     flags = ["--simulate", profile if profile in shipped_profiles() else str(path.absolute())]
-    flags += _given("--max-context", arguments.max_context)
+    flags += _flag_if_set("--max-context", arguments.max_context)
     target = parse(TargetConfig, "target_worker", flags, os.environ)
     if arguments.draft is not None:
         return target, None
-    flags += _given("--ahead-steps", arguments.ahead_steps)
+    flags += _flag_if_set("--ahead-steps", arguments.ahead_steps)
     return target, parse(DraftConfig, "draft_worker", flags, os.environ)
 
 
 def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> OrchestratorConfig:
-    flags = ["--draft", "workers" if has_draft else NO_DRAFT, *_given("--port", arguments.port)]
-    flags += [*_given("--planner", arguments.planner), *_given("--http-port", arguments.http_port)]
+    flags = ["--draft", "workers" if has_draft else NO_DRAFT, *_flag_if_set("--port", arguments.port)]
+    flags += [*_flag_if_set("--planner", arguments.planner), *_flag_if_set("--http-port", arguments.http_port)]
     config = parse(OrchestratorConfig, "orchestrator", flags, os.environ)
     if config.http_port == 0:  # chosen once, to stay the same after a restart
         return replace(config, http_port=free_port(config.host, HTTP_PORT if config.port != HTTP_PORT else 0))
@@ -278,9 +278,9 @@ def _draft_config(
             "--draft: missing; must be a smaller model with the same tokenizer, or none for prompt lookup only; or "
             "--drop-layers, for the target itself without some layers"
         )
-    flags = ["--model", draft or target.model, *_given("--drop-layers", drops)]
-    flags += [*_given("--device", arguments.draft_device), *_given("--dtype", arguments.draft_dtype)]
-    flags += [*_given("--bits", arguments.draft_bits), *_given("--ahead-steps", arguments.ahead_steps)]
+    flags = ["--model", draft or target.model, *_flag_if_set("--drop-layers", drops)]
+    flags += [*_flag_if_set("--device", arguments.draft_device), *_flag_if_set("--dtype", arguments.draft_dtype)]
+    flags += [*_flag_if_set("--bits", arguments.draft_bits), *_flag_if_set("--ahead-steps", arguments.ahead_steps)]
     if "BOUGH_DRAFT_MAX_CONTEXT" not in os.environ:
         flags += ["--max-context", str(target.max_context)]  # with less it would see only part of long sessions
     try:
@@ -297,7 +297,7 @@ def _gpu(device: str) -> str:
     return "cuda:0" if device in ("auto", "cuda") else device
 
 
-def _given(flag: str, value: str | int | None) -> list[str]:
+def _flag_if_set(flag: str, value: str | int | None) -> list[str]:
     return [] if value is None else [flag, str(value)]
 
 

@@ -103,13 +103,13 @@ def _places(plan: Plan) -> Iterator[str]:
     yield f"        one letter a layer: {legend}"
     disk_bytes = placement.num_bytes(Tier.DISK)
     kv, layer_bytes = placement.fixed.host_kv, placement.num_bytes(Tier.HOST) + disk_bytes
-    beside = f", and the KV of its sessions, {gigabytes(kv)} at most" if kv else ""
+    kv_part = f", and the KV of its sessions, {gigabytes(kv)} at most" if kv else ""
     if placement.expert_bytes:
         yield (
             f"experts {gigabytes(placement.expert_bytes)}; a sweep moves those that its rows choose, except the "
             f"the {gigabytes(placement.fixed.experts)} that stay"
         )
-    yield f"every sweep moves {gigabytes(layer_bytes)} of layers, {gigabytes(disk_bytes)} of it from disk{beside}"
+    yield f"every sweep moves {gigabytes(layer_bytes)} of layers, {gigabytes(disk_bytes)} of it from disk{kv_part}"
     if is_demonstration(plan.model) and len(placement.streamed) == len(placement.tiers):
         yield STREAMED
 
