@@ -252,7 +252,7 @@ def test_the_command_prints_a_table_or_one_json_line(capsys: pytest.CaptureFixtu
         (("two-cores", "--network", "-1"), "--network: must be a number, 0"),
         (("two-cores", "--nodes", "64"), "--nodes: must be given together with --depth"),
         (("two-cores", "--nodes", "4", "--depth", "4"), "--depth: must be below --nodes, 4, got 4"),
-        (("two-cores", "--nodes", "513", "--depth", "4"), "--nodes: must be at most 512, the most that the target"),
+        (("two-cores", "--nodes", "513", "--depth", "4"), "--nodes: must be at most 512, the target's limit"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(

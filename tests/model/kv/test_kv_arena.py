@@ -74,7 +74,7 @@ def test_the_check_sees_rows_of_two_owners() -> None:
     arena = new_arena()
     first, second = arena.take(10), arena.take(10)
     second.keys = first.keys[:, :9]
-    with pytest.raises(AssertionError, match="other rows than were given"):
+    with pytest.raises(AssertionError, match="other rows than its assigned"):
         arena.check_integrity()
 
 

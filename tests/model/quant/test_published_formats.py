@@ -127,8 +127,8 @@ def test_activations_that_stay_unquantized_are_reported(
         skeleton = build_skeleton(Checkpoint.open(folder), torch.float32)
     assert not skeleton.unused
     (said,) = (record.message for record in caplog.records)
-    assert f"weights are read exactly as stored; what {field}" in said
-    assert "stays in the compute dtype" in said
+    assert f"weights are read exactly as stored; values that {field}" in said
+    assert "stay in the compute dtype" in said
     assert not build_skeleton(Checkpoint.open(plain), torch.float32).unused
 
 
