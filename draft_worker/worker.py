@@ -13,7 +13,7 @@ from bough.model.backend import REFERENCE_NOTE, backend_of, choose_backend
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.model.faults import named_faults
-from bough.model.kernel_cache import compiled_ground
+from bough.model.kernel_cache import compiled_key
 from bough.model.kv.session_kv import KVArena
 from bough.model.kv.state_shape import GROWN_ROWS
 from bough.model.loading.loading import Skeleton
@@ -40,7 +40,7 @@ def compile_draft(skeleton: Skeleton, dtype: str, bits: str, device: torch.devic
     """Compile the kernels of draft steps, as `compile_once` does; False if the layers are not compiled whole."""
     if not backend_of(device).compiles(skeleton):
         return False
-    return compile_in_subprocess("draft_worker.model.kernels", [dtype, bits], compiled_ground(Path(__file__).parent))
+    return compile_in_subprocess("draft_worker.model.kernels", [dtype, bits], compiled_key(Path(__file__).parent))
 
 
 class DraftWorker(ServedDraft):

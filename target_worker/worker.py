@@ -20,7 +20,7 @@ from bough.model.backend import REFERENCE_NOTE, backend_of, choose_backend
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.model.faults import named_faults
-from bough.model.kernel_cache import compiled_ground
+from bough.model.kernel_cache import compiled_key
 from bough.model.kv.session_kv import KVArena, split_memory
 from bough.model.kv.states import by_kv_place
 from bough.model.loading.default_settings import conversion, settled
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 def compile_target(dtype: str, layers: str) -> bool:
     """Compile the kernels of CPU sweeps, as `compile_once` does; arguments as of `target_worker.sweep.kernels`."""
-    return compile_in_subprocess("target_worker.sweep.kernels", [dtype, layers], compiled_ground(Path(__file__).parent))
+    return compile_in_subprocess("target_worker.sweep.kernels", [dtype, layers], compiled_key(Path(__file__).parent))
 
 
 def _described(device: torch.device) -> str:
@@ -146,7 +146,7 @@ class TargetWorker(ServedTarget):
     def info(self) -> WorkerInfo:
         # the first two decide the order of sums, the third which tokens a grammar allows
         libraries = f"torch {torch.__version__}, numba {numba.__version__}, llguidance {version('llguidance')}"
-        ground = (
+        parts = (
             self._model.arithmetic,
             self._devices_in_words(),
             libraries,
@@ -160,7 +160,7 @@ class TargetWorker(ServedTarget):
             max_sessions=min(self._num_rows // self._limits.slot_rows, self._num_states or self._num_rows),
             link_bytes_per_pass=self._placement.link_bytes,
             notes=self._notes(),
-            arithmetic=", ".join(ground),
+            arithmetic=", ".join(parts),
             weights_hash=self._weights_hash.value,
         )
 

@@ -9,7 +9,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from bough.model.kernel_cache import compiled_ground
+from bough.model.kernel_cache import compiled_key
 
 ROOT = Path(__file__).parents[1]
 CALLERS = ("bough/model", "draft_worker", "target_worker")  # their code decides which kernels are called with what
@@ -17,7 +17,7 @@ CALLERS = ("bough/model", "draft_worker", "target_worker")  # their code decides
 
 def ground() -> str:
     """Key of all that kernels are compiled from and for."""
-    hash_ = hashlib.sha256(compiled_ground(ROOT / "target_worker").encode())
+    hash_ = hashlib.sha256(compiled_key(ROOT / "target_worker").encode())
     files = [file for folder in CALLERS for file in sorted((ROOT / folder).rglob("*.py"))]
     for file in (*files, ROOT / "tests" / "all_kernels.py"):
         hash_.update(file.read_bytes())

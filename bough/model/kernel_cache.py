@@ -46,8 +46,8 @@ def _contents_hash(folder: Path) -> str:
     return hash_.hexdigest()[:16]
 
 
-def compiled_ground(package: Path) -> str:
+def compiled_key(package: Path) -> str:
     """Key of a package's compiled code: versions of Python and numba, the processor, and the contents of its files."""
     versions = f"{sys.implementation.cache_tag} {numba.__version__}"
-    ground = f"{versions} {get_host_cpu_name()} {_contents_hash(package)}"
-    return hashlib.sha256(ground.encode()).hexdigest()[:12]
+    key = f"{versions} {get_host_cpu_name()} {_contents_hash(package)}"
+    return hashlib.sha256(key.encode()).hexdigest()[:12]

@@ -91,7 +91,7 @@ async def watch_weights(targets: Callable[[], Targets]) -> None:
 
 
 @dataclass(slots=True)
-class UnmetWorker:
+class UnreachedWorker:
     """A listed worker that could not be met. Times are seconds on the clock."""
 
     record: WorkerRecord
@@ -101,50 +101,52 @@ class UnmetWorker:
     next_line: float = 0.0  # of the log
 
 
-class UnmetWorkers:
-    """Listed workers that have not reported what they serve, tried again from time to time.
+class UnreachedWorkers:
+    """Listed workers that have not reported what they serve; they are tried again from time to time.
 
     The attempts start anew for a worker that has been met, unlisted, or listed at another address.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._unmet: dict[str, UnmetWorker] = {}  # by worker id
+        self._unreached: dict[str, UnreachedWorker] = {}  # by worker id
 
     def may_try(self, record: WorkerRecord) -> bool:
         """Whether a worker may be tried now."""
-        unmet = self._unmet.get(record.worker_id)
-        return unmet is None or unmet.record.address != record.address or self._clock() >= unmet.next_attempt
+        unreached = self._unreached.get(record.worker_id)
+        return (
+            unreached is None or unreached.record.address != record.address or self._clock() >= unreached.next_attempt
+        )
 
     def failed(self, record: WorkerRecord, exc: Exception) -> None:
         """Record that a worker could not be met; the first attempt is logged, later ones now and then."""
-        unmet, now = self._unmet.get(record.worker_id), self._clock()
-        if unmet is None or unmet.record.address != record.address:
-            unmet = self._unmet[record.worker_id] = UnmetWorker(record)
-        pause = min(FIRST_PAUSE_SECONDS * 2.0 ** min(unmet.num_attempts, 10), LONGEST_PAUSE_SECONDS)
-        unmet.problem, unmet.num_attempts = str(exc) or type(exc).__name__, unmet.num_attempts + 1
-        unmet.next_attempt = now + pause * random.uniform(SHORTEST_SHARE, 1.0)
-        if now < unmet.next_line:
+        unreached, now = self._unreached.get(record.worker_id), self._clock()
+        if unreached is None or unreached.record.address != record.address:
+            unreached = self._unreached[record.worker_id] = UnreachedWorker(record)
+        pause = min(FIRST_PAUSE_SECONDS * 2.0 ** min(unreached.num_attempts, 10), LONGEST_PAUSE_SECONDS)
+        unreached.problem, unreached.num_attempts = str(exc) or type(exc).__name__, unreached.num_attempts + 1
+        unreached.next_attempt = now + pause * random.uniform(SHORTEST_SHARE, 1.0)
+        if now < unreached.next_line:
             return
-        unmet.next_line = now + REMIND_SECONDS
+        unreached.next_line = now + REMIND_SECONDS
         text = "%s is registered at %s, but could not be met (attempt %d): %s"
         is_ours = not isinstance(exc, BoughError)  # a bug, or an invalid answer
         level = logging.ERROR if is_ours else logging.WARNING
-        where = record.worker_id, record.address, unmet.num_attempts, unmet.problem
+        where = record.worker_id, record.address, unreached.num_attempts, unreached.problem
         logger.log(level, text, *where, exc_info=exc if is_ours else None)
 
     def met(self, record: WorkerRecord) -> None:
         """Record that a worker has been met."""
-        self._unmet.pop(record.worker_id, None)
+        self._unreached.pop(record.worker_id, None)
 
     def keep_listed(self, records: Iterable[WorkerRecord]) -> None:
         """Forget workers that are not in `records`, the list of all that are registered now."""
         listed = {record.worker_id for record in records}
-        self._unmet = {name: unmet for name, unmet in self._unmet.items() if name in listed}
+        self._unreached = {name: unreached for name, unreached in self._unreached.items() if name in listed}
 
     def problems(self, kind: str) -> dict[str, str]:
         """Why workers of a kind could not be met, by worker id."""
-        return {name: unmet.problem for name, unmet in self._unmet.items() if unmet.record.kind == kind}
+        return {name: unreached.problem for name, unreached in self._unreached.items() if unreached.record.kind == kind}
 
 
 class Directory:
@@ -162,7 +164,7 @@ class Directory:
         self._usual = UsualRound()
         self._next_sweep = self._next_look = 0.0  # seconds on the monotonic clock
         self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # introductions of new workers, by kind and id
-        self._unmet = UnmetWorkers()
+        self._unreached = UnreachedWorkers()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -252,9 +254,9 @@ class Directory:
         if self.index_problem:
             return f"no target worker is known, and {self.index_problem}"
         problems = [f"{k.record.worker_id}: {k.problem or 'does not answer'}" for k in self._targets.values()]
-        unmet = {name: "has not reported yet what it serves" for kind, name in self._meetings if kind == "target"}
-        unmet |= self._unmet.problems("target")
-        problems += [f"{name}: {problem}" for name, problem in unmet.items()]
+        unreached = {name: "has not reported yet what it serves" for kind, name in self._meetings if kind == "target"}
+        unreached |= self._unreached.problems("target")
+        problems += [f"{name}: {problem}" for name, problem in unreached.items()]
         return "no target worker can be used: " + ("; ".join(problems) or "none is registered in the index")
 
     async def _poll(self, looked: asyncio.Event) -> None:
@@ -280,7 +282,7 @@ class Directory:
         await self._sweep()
         for known in self._everyone():
             known.num_missing += 1
-        self._unmet.keep_listed(records)
+        self._unreached.keep_listed(records)
         for record in records:
             self._note(record)
         await self._forget_unlisted()
@@ -302,7 +304,7 @@ class Directory:
                 known.record = record
             return
         key = record.kind, record.worker_id
-        if record.kind in ("target", "draft") and key not in self._meetings and self._unmet.may_try(record):
+        if record.kind in ("target", "draft") and key not in self._meetings and self._unreached.may_try(record):
             self._meetings[key] = asyncio.create_task(self._meet(record))
             self._meetings[key].add_done_callback(lambda _: self._meetings.pop(key))
 
@@ -323,9 +325,9 @@ class Directory:
                 drafter = DraftClient(record.address, self._access, self.limiter)
                 self._drafts[record.worker_id] = await self._introduce(record, drafter, self._targets)
         except Exception as exc:  # an invalid answer of one worker must not affect others
-            self._unmet.failed(record, exc)
+            self._unreached.failed(record, exc)
             return
-        self._unmet.met(record)
+        self._unreached.met(record)
         for other in self._everyone():
             if other.record.address == record.address and other.record.worker_id != record.worker_id:
                 other.problem = f"{record.worker_id} has its address now"

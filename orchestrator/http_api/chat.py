@@ -85,7 +85,7 @@ class ChatAnswer(Completion):
         self._logprobs: list[list[Json]] = [[] for _ in self.choices]
         self._tools, self._formats, self._has_reasoning = tools, formats, has_reasoning
 
-    def _told(self, index: int, event: Event) -> Iterator[Json]:
+    def _entries(self, index: int, event: Event) -> Iterator[Json]:
         match event:
             case Started():
                 choice_id = f"{self.head.answer_id}/{index}"
@@ -133,8 +133,8 @@ class ChatAnswer(Completion):
             message["tool_calls"] = [_call(call) for call in content.calls]
         if content.num_thought is not None and self._has_reasoning:
             message |= _reasoning(thoughts or None)
-        told = None if self._token_bytes is None else {"content": self._logprobs[index], "refusal": None}
-        return {"index": index, "message": message, "logprobs": told} | self._ending(index)
+        entries = None if self._token_bytes is None else {"content": self._logprobs[index], "refusal": None}
+        return {"index": index, "message": message, "logprobs": entries} | self._ending(index)
 
     def _spelled(self, index: int, event: Tokens) -> list[Json]:
         if self._token_bytes is None:
@@ -146,8 +146,8 @@ class ChatAnswer(Completion):
 
 
 def _delta(index: int, delta: Json, logprobs: list[Json] | None = None) -> Json:
-    told = {"content": logprobs, "refusal": None} if logprobs else None
-    return {"index": index, "delta": delta, "logprobs": told, "finish_reason": None}
+    entries = {"content": logprobs, "refusal": None} if logprobs else None
+    return {"index": index, "delta": delta, "logprobs": entries, "finish_reason": None}
 
 
 def _call(call: FunctionCall) -> Json:

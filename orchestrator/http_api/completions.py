@@ -45,16 +45,16 @@ def place_names(index: int, num_prompts: int) -> dict[str, str]:
 
 async def echoes(prompts: Sequence[TextPrompt | TokenPrompt], texts: ModelTexts, model: str) -> list[str]:
     """The prompts as texts, which the answers echo. Raises ApiError naming the invalid one."""
-    told = []
+    echoes = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, TextPrompt):
-            told.append(prompt.text)
+            echoes.append(prompt.text)
             continue
         try:
-            told.append(await texts.text(prompt.token_ids, model, Tokenizer.decode_prompt))
+            echoes.append(await texts.text(prompt.token_ids, model, Tokenizer.decode_prompt))
         except InvalidRequest as exc:
             raise api_error(exc, place_names(index, len(prompts))) from exc
-    return told
+    return echoes
 
 
 @contextmanager
@@ -126,7 +126,7 @@ class CompletionAnswer(Completion):
         self._prompt_logprobs, self._num_scored = prompt_logprobs, 0
         self._texts: list[list[str]] = [[] for _ in self.choices]
 
-    def _told(self, index: int, event: Event) -> Iterator[Json]:
+    def _entries(self, index: int, event: Event) -> Iterator[Json]:
         match event:
             case Started():
                 self._count(index, event.prompt_tokens)
@@ -174,5 +174,5 @@ class CompletionAnswer(Completion):
 
 
 def _entry(index: int, text: str, logprobs: TokensSpelled | None = None) -> Json:
-    told = None if logprobs is None else logprobs._asdict()
-    return {"index": index, "text": text, "logprobs": told, "finish_reason": None}
+    entries = None if logprobs is None else logprobs._asdict()
+    return {"index": index, "text": text, "logprobs": entries, "finish_reason": None}

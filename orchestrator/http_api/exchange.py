@@ -202,7 +202,7 @@ def scored_first(tenant: Tenant, wanted: Sequence[RequestedOutput]) -> Iterator[
 class _Scored:
     """A prompt that is scored for several requests."""
 
-    _is_told: asyncio.Event = field(default_factory=asyncio.Event)
+    _are_scored: asyncio.Event = field(default_factory=asyncio.Event)
     _ends: list[Event] = field(default_factory=list)  # the first and the last event of the request that scores
 
     async def leading(self, stream: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
@@ -212,13 +212,13 @@ class _Scored:
                 if isinstance(event, Started | Finished):
                     self._ends.append(event)
                 if isinstance(event, Tokens | Finished):
-                    self._is_told.set()
+                    self._are_scored.set()
                 yield event
 
     async def following(self, stream: AsyncGenerator[Event], *, has_output: bool) -> AsyncGenerator[Event]:
         """The events of another request, which starts after the scores; without output it has nothing else to do."""
         async with aclosing(stream):
-            await self._is_told.wait()
+            await self._are_scored.wait()
             if has_output:
                 async for event in stream:
                     yield event

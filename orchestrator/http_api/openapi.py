@@ -143,10 +143,10 @@ def _object(optional: Schema | None = None, **required: Schema) -> Schema:
     return {"type": "object", "properties": fields, "required": [*required], "additionalProperties": False}
 
 
-def _choice(logprobs: Schema, **told: Schema) -> Schema:
+def _choice(logprobs: Schema, **fields: Schema) -> Schema:
     """A choice in a chunk; the last one has the finish reason."""
     ending = {"finish_reason": _maybe(_FINISH), "logprobs": _maybe(logprobs)}
-    return _object({"stop_reason": _ENDING["stop_reason"]}, index=COUNT, **ending, **told)
+    return _object({"stop_reason": _ENDING["stop_reason"]}, index=COUNT, **ending, **fields)
 
 
 _TOKEN = {"token": TEXT, "logprob": NUMBER, "bytes": _list(COUNT)}

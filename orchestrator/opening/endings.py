@@ -55,7 +55,7 @@ class Endings:
 
     async def close(self, session_id: ScopedId) -> bool:
         """Close a session in the index and at its workers; returns whether the index knew it. Raises Unavailable."""
-        await self._recorder.settled(session_id)
+        await self._recorder.until_written(session_id)
         closed = await self._directory.registry.close_session(session_id)
         if closed is not None and closed.record is not None:
             for worker_id in (closed.record.target_id, closed.record.draft_id):
@@ -89,7 +89,7 @@ class Endings:
             del self._tasks[session_id]
 
     async def _forget(self, session: Session, target: TargetHandle) -> None:
-        await self._recorder.settled(session.session_id)  # the request's record is kept
+        await self._recorder.until_written(session.session_id)  # the request's record is kept
         self._recorder.drop(session.session_id, session.epoch)
         await self._release_everywhere(session, target)
 

@@ -135,7 +135,7 @@ class Opening:
                 request = await self.directory.registry.load_request(stream.request_id)
             session_id = _session_id(stream, request)
             if session_id:
-                await self.recorder.settled(session_id)
+                await self.recorder.until_written(session_id)
                 session = self.recorder.unwritten(session_id, options.continues and request is None)
                 is_unwritten = session is not None
                 stored = await self.directory.registry.stored_session(session_id)

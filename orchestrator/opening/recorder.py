@@ -113,7 +113,7 @@ class Recorder:
             log.has_ended = True
             self._forget_if_done(session_id, log)
 
-    async def settled(self, session_id: ScopedId) -> bool:
+    async def until_written(self, session_id: ScopedId) -> bool:
         """Wait for a limited time until the newest state is written or has failed; returns whether nothing is left."""
         log = self._logs.get(session_id)
         if log is not None:

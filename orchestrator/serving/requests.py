@@ -356,7 +356,7 @@ class RequestRun(Stream):
         if requests.directory.index_problem:
             session.warn(f"{requests.directory.index_problem}; the session is not recorded")
         elif session.keep:  # the next turn may come through another orchestrator
-            if not await requests.recorder.settled(session.session_id):
+            if not await requests.recorder.until_written(session.session_id):
                 session.warn("the index did not take the session in time; it is not recorded yet")
             requests.rounds.require_held(session)
         self._ready.append(session.finished())

@@ -136,7 +136,7 @@ class Session:
         return inf if self.round else self.deadline.queue_seconds
 
     @property
-    def ground(self) -> tuple[str, str]:
+    def required_target(self) -> tuple[str, str]:
         """Identity and weights hash of the targets that it may run at."""
         return self.target_identity, self.weights_hash
 

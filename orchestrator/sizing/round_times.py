@@ -54,7 +54,7 @@ class WorkerTimes:
     queue: RecentMedian = field(default_factory=RecentMedian)
     # Of a target:
     drafting: RecentMedian = field(default_factory=RecentMedian)  # before the call, network included
-    beside: RecentMedian = field(default_factory=RecentMedian)  # in the worker, without queue and sweep
+    overhead: RecentMedian = field(default_factory=RecentMedian)  # in the worker, without queue and sweep
     orchestrator: RecentMedian = field(default_factory=RecentMedian)  # of a round, outside calls
     stay_seconds: RecentMedian = field(default_factory=RecentMedian)  # duration for which requests had their slots
     other_rows: RecentMedian = field(default_factory=RecentMedian)  # rows of other sessions in a sweep
@@ -111,7 +111,7 @@ class RoundTimes:
             return None
         num_running = self._num_running(situation)
         others, rows = (round(times.other_trees.median), times.other_rows_known) if num_running > 1 else (0, 0)
-        fixed = times.network.median + times.beside.median + times.orchestrator.median
+        fixed = times.network.median + times.overhead.median + times.orchestrator.median
         fixed += times.queue.median if num_running > 1 else 0.0
         if self._is_hidden(situation):
             fixed += times.drafting.median
@@ -148,7 +148,7 @@ class RoundTimes:
         Errors of the cost curve are no part of it. Counted as time that no tree can change, they would make trees grow
         whenever all sweeps become slower.
         """
-        return self._targets(situation.target.worker_id).beside.median
+        return self._targets(situation.target.worker_id).overhead.median
 
     def observe(self, situation: Situation, outcome: RoundOutcome) -> None:
         """Record a round."""
@@ -172,7 +172,7 @@ class RoundTimes:
             own_rows = outcome.num_nodes - len(result.left_out_nodes) + situation.num_context
             times.other_rows.add(max(0, result.num_rows - own_rows))
         sweep_ns = result.timings.wait_ns + result.timings.compute_ns
-        times.beside.add(max(0, timings.target_ns - timings.queue_ns - sweep_ns) * NANO)
+        times.overhead.add(max(0, timings.target_ns - timings.queue_ns - sweep_ns) * NANO)
 
     def _observe_draft(self, situation: Situation, draft: WorkerFacts, outcome: RoundOutcome) -> None:
         times, grown = self._drafts(draft.worker_id), outcome.grown

@@ -263,14 +263,14 @@ class Completion(Answer):
         return self._frame(self.whole_object) | {"choices": choices} | self._figures()
 
     def _added(self, index: int, event: Event) -> list[Json]:
-        chunks = [self._chunk([one]) for one in self._told(index, event)]
+        chunks = [self._chunk([one]) for one in self._entries(index, event)]
         if self.stream_options.include_rounds and isinstance(event, Tokens) and event.num_nodes > 0:
             chunks = chunks or [self._chunk([])]  # a round may end within a character
             chunks[0]["metrics"] = {"round": round_of(event, self._token_bytes)}
         return chunks
 
     @abstractmethod
-    def _told(self, index: int, event: Event) -> Iterator[Json]:
+    def _entries(self, index: int, event: Event) -> Iterator[Json]:
         """Entries of a chunk's `choices` for an event."""
 
     @abstractmethod

@@ -50,7 +50,7 @@ class TextItem:
     text: str = ""
     logprobs: list[Json] = field(default_factory=list)
 
-    def told(self) -> Json:
+    def as_json(self) -> Json:
         """The item as JSON."""
         return self._with(self._part())
 
@@ -72,7 +72,7 @@ class TextItem:
         done = {"text": self.text} | self._probabilities(self.logprobs)
         yield self._event(f"{self.kind.part['type']}.done", done)
         yield self._event("content_part.done", {"part": self._part()})
-        yield ItemEvent("output_item.done", {"item": self.told()})
+        yield ItemEvent("output_item.done", {"item": self.as_json()})
 
     def _part(self) -> Json:
         return self.kind.part | {"text": self.text} | self._probabilities([*self.logprobs])
@@ -97,13 +97,13 @@ class CallItem:
     status: str = "in_progress"
     text: str = ""
 
-    def told(self) -> Json:
-        told: Json = {"id": self.item_id, "type": "function_call", "status": self.status}
-        return told | {"call_id": self.call_id, "name": self.name, "arguments": self.text}
+    def as_json(self) -> Json:
+        fields: Json = {"id": self.item_id, "type": "function_call", "status": self.status}
+        return fields | {"call_id": self.call_id, "name": self.name, "arguments": self.text}
 
     def begun(self) -> Iterator[ItemEvent]:
         """The event of a new call."""
-        yield ItemEvent("output_item.added", {"item": self.told()})
+        yield ItemEvent("output_item.added", {"item": self.as_json()})
 
     def added(self, text: str, _: list[Json]) -> ItemEvent:
         """Add a further piece of the arguments; returns its event."""
@@ -115,7 +115,7 @@ class CallItem:
         self.status = status
         done: Json = {"item_id": self.item_id, "name": self.name, "arguments": self.text}
         yield ItemEvent("function_call_arguments.done", done)
-        yield ItemEvent("output_item.done", {"item": self.told()})
+        yield ItemEvent("output_item.done", {"item": self.as_json()})
 
 
 Item = TextItem | CallItem
@@ -146,8 +146,8 @@ def repeated(fields: ResponseFields, tools: Tools | None) -> Json:
 def _format(wanted: TextFormatFields) -> Json:
     if wanted.json_schema is None:
         return {"type": wanted.type}
-    told: Json = {"name": wanted.name or "", "description": wanted.description, "strict": wanted.strict}
-    return {"type": wanted.type, "schema": json.loads(wanted.json_schema)} | told
+    fields: Json = {"name": wanted.name or "", "description": wanted.description, "strict": wanted.strict}
+    return {"type": wanted.type, "schema": json.loads(wanted.json_schema)} | fields
 
 
 def _function(function: Function) -> Json:
@@ -189,13 +189,13 @@ class ResponseAnswer(Answer):
         if self._items and self._items[-1].status == "in_progress":
             self._items[-1].status = "incomplete"
         code = error.code if error.code == CONTEXT_EXCEEDED else _CODES.get(error.status, "server_error")
-        told: Json = {"code": code, "message": error.message, "param": error.param, "type": error.kind}
-        yield self._event("failed", {"response": self._told("failed") | {"error": told}})
+        fields: Json = {"code": code, "message": error.message, "param": error.param, "type": error.kind}
+        yield self._event("failed", {"response": self._response("failed") | {"error": fields}})
 
     def whole(self) -> Json:
         """The response, once it is finished."""
         done = {"completed_at": int(time.time())} if self._status == "completed" else {}
-        return self._told(self._status) | done | self._figures()
+        return self._response(self._status) | done | self._figures()
 
     @property
     def _status(self) -> str:
@@ -216,7 +216,7 @@ class ResponseAnswer(Answer):
 
     def _begun(self) -> Iterator[Json]:
         for kind in ("created", "in_progress"):
-            yield self._event(kind, {"response": self._told("in_progress")})
+            yield self._event(kind, {"response": self._response("in_progress")})
 
     def _told_of(self, texts: Sequence[str], *, is_end: bool = False) -> Iterator[Json]:
         """The events for the texts of further tokens, or for the last text."""
@@ -277,20 +277,20 @@ class ResponseAnswer(Answer):
         self._num_events += 1
         return numbered | fields
 
-    def _told(self, status: str) -> Json:
+    def _response(self, status: str) -> Json:
         """The response so far."""
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        told: Json = {
+        fields: Json = {
             "id": self.head.answer_id,
             "object": "response",
             "created_at": self.head.created,
             "status": status,
             "error": None,
             "incomplete_details": reason,
-            "output": [item.told() for item in self._items],
+            "output": [item.as_json() for item in self._items],
             "usage": None,
         }
-        return self._request | ({"model": self.model} if self.model else {}) | told
+        return self._request | ({"model": self.model} if self.model else {}) | fields
 
     def _usage(self) -> Json:
         prompt, cached, completion = self._counts()

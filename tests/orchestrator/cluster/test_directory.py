@@ -23,7 +23,7 @@ from orchestrator.cluster.directory import (
     POLL_SECONDS,
     REMIND_SECONDS,
     Directory,
-    UnmetWorkers,
+    UnreachedWorkers,
 )
 from orchestrator.cluster.served_models import TargetAway, targets_for
 from orchestrator.cluster.worker_clients import IterationLimiter, TargetClient
@@ -236,13 +236,13 @@ class Clock:
         return self.now
 
 
-def attempts(unmet: UnmetWorkers, clock: Clock, seconds: float) -> list[float]:
+def attempts(unreached: UnreachedWorkers, clock: Clock, seconds: float) -> list[float]:
     """When a worker that never answers is tried, by an orchestrator that polls."""
     found, end = [], clock.now + seconds
     while clock.now < end:
-        if unmet.may_try(RECORD):
+        if unreached.may_try(RECORD):
             found.append(clock.now)
-            unmet.failed(RECORD, Unavailable("it does not answer"))
+            unreached.failed(RECORD, Unavailable("it does not answer"))
         clock.now += POLL_SECONDS
     return found
 
@@ -250,7 +250,7 @@ def attempts(unmet: UnmetWorkers, clock: Clock, seconds: float) -> list[float]:
 def test_it_is_tried_ever_more_seldom_and_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
     """It was tried at each poll for ever, with a line in the log each time."""
     clock, hour = Clock(), 3600.0
-    found = attempts(UnmetWorkers(clock), clock, hour)
+    found = attempts(UnreachedWorkers(clock), clock, hour)
     assert found[:2] == [0.0, POLL_SECONDS], "one that has just started is soon there"
     pauses = [after - before for before, after in pairwise(found)]
     assert max(pauses) <= LONGEST_PAUSE_SECONDS + POLL_SECONDS
@@ -263,33 +263,33 @@ def test_it_is_tried_ever_more_seldom_and_logged_once_in_a_while(caplog: pytest.
 
 def test_what_the_index_says_anew_of_it_is_tried_at_once(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    unmet = UnmetWorkers(clock)
-    attempts(unmet, clock, 60.0)
-    unmet.failed(RECORD, Unavailable("it does not answer"))
-    assert not unmet.may_try(replace(RECORD, load=WorkerLoad(2, 1))), "its load is no news"
-    assert unmet.may_try(replace(RECORD, address="10.0.0.2:7413"))
-    unmet.keep_listed([RECORD])
-    assert unmet.problems("target") == {"t": "it does not answer"}
-    assert unmet.problems("draft") == {}
-    assert not unmet.may_try(RECORD)
-    for is_new in (lambda: unmet.keep_listed([]), lambda: unmet.met(RECORD)):
+    unreached = UnreachedWorkers(clock)
+    attempts(unreached, clock, 60.0)
+    unreached.failed(RECORD, Unavailable("it does not answer"))
+    assert not unreached.may_try(replace(RECORD, load=WorkerLoad(2, 1))), "its load is no news"
+    assert unreached.may_try(replace(RECORD, address="10.0.0.2:7413"))
+    unreached.keep_listed([RECORD])
+    assert unreached.problems("target") == {"t": "it does not answer"}
+    assert unreached.problems("draft") == {}
+    assert not unreached.may_try(RECORD)
+    for is_new in (lambda: unreached.keep_listed([]), lambda: unreached.met(RECORD)):
         is_new()
-        assert unmet.may_try(RECORD)
-        assert unmet.problems("target") == {}
+        assert unreached.may_try(RECORD)
+        assert unreached.problems("target") == {}
         caplog.clear()
-        unmet.failed(RECORD, Unavailable("it does not answer"))
+        unreached.failed(RECORD, Unavailable("it does not answer"))
         assert "(attempt 1)" in caplog.text
-        assert not unmet.may_try(RECORD)
+        assert not unreached.may_try(RECORD)
 
 
 def test_a_fault_of_ours_is_logged_with_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    unmet = UnmetWorkers(Clock())
+    unreached = UnreachedWorkers(Clock())
     for _ in range(2):
-        unmet.failed(RECORD, ZeroDivisionError())
+        unreached.failed(RECORD, ZeroDivisionError())
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert record.exc_info is not None
-    assert unmet.problems("target") == {"t": "ZeroDivisionError"}
+    assert unreached.problems("target") == {"t": "ZeroDivisionError"}
 
 
 async def test_it_is_used_once_it_answers_and_errors_say_why_it_is_not(
@@ -312,7 +312,7 @@ async def test_it_is_used_once_it_answers_and_errors_say_why_it_is_not(
         assert "late: it did not report what it serves: it is still loading" in directory.why_no_target()
         is_well = True
         await until(lambda: directory.has_target)
-        assert directory._unmet.problems("target") == {}
+        assert directory._unreached.problems("target") == {}
 
 
 async def test_who_comes_alone_does_not_wait() -> None:

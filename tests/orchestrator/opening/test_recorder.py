@@ -79,7 +79,7 @@ async def test_a_slow_index_holds_up_nothing_and_gets_the_newest(recorder: Recor
         record(recorder, num_tokens)
         await asyncio.sleep(0)
     fake.go.set()
-    await recorder.settled(ScopedId("s"))
+    await recorder.until_written(ScopedId("s"))
     assert fake.calls == [("session", 3, 0), ("request", 3, 0), ("session", 6, 3), ("request", 6, 3)]
 
 
@@ -93,7 +93,7 @@ async def test_new_blocks_are_noted_and_now_and_then_all(
         if num_tokens == 180:
             monkeypatch.setattr(recorder_module, "REFRESH_SECONDS", -1.0)
         record(recorder, num_tokens, target_id=target_id)
-        await recorder.settled(ScopedId("s"))
+        await recorder.until_written(ScopedId("s"))
     noted = [call[1:] for call in fake.calls if call[0] == "prefixes"]
     assert noted == [(1, 0), (3, 1), (3, 0), (4, 3), (5, 0)]
 
@@ -104,14 +104,14 @@ async def test_after_another_has_claimed_the_session_nothing_is_written_until_it
     fake.go.set()
     fake.failures = [StaleEpoch("session s")]
     record(recorder, 3)
-    await recorder.settled(ScopedId("s"))
+    await recorder.until_written(ScopedId("s"))
     record(recorder, 4)
-    await recorder.settled(ScopedId("s"))
+    await recorder.until_written(ScopedId("s"))
     recorder.drop(ScopedId("s"), 5)
-    await recorder.settled(ScopedId("s"))
+    await recorder.until_written(ScopedId("s"))
     assert fake.calls == []
     record(recorder, 5, epoch=6)
-    await recorder.settled(ScopedId("s"))
+    await recorder.until_written(ScopedId("s"))
     assert fake.calls == [("session", 5, 0), ("request", 5, 0)]
 
 
@@ -122,7 +122,7 @@ async def test_an_end_that_comes_late_does_not_drop_what_a_newer_request_records
     record(recorder, 3, epoch=6)
     recorder.drop(ScopedId("s"), 5)
     fake.go.set()
-    await recorder.settled(ScopedId("s"))
+    await recorder.until_written(ScopedId("s"))
     assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
 
 
@@ -131,7 +131,7 @@ async def test_the_last_record_is_tried_again_and_nobody_waits_for_that(recorder
     fake.failures = [Unavailable("gone")] * 2
     record(recorder, 3)
     recorder.end(ScopedId("s"))
-    await recorder.settled(ScopedId("s"))
+    await recorder.until_written(ScopedId("s"))
     assert fake.calls == []
     await until(lambda: len(fake.calls) == 2)
     assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
@@ -141,7 +141,7 @@ async def test_closing_writes_what_still_has_to_be_written(recorder: Recorder, f
     fake.go.set()
     fake.failures = [Unavailable("gone")] * 2
     record(recorder, 3)
-    await recorder.settled(ScopedId("s"))
+    await recorder.until_written(ScopedId("s"))
     assert fake.calls == []
     await recorder.close()
     assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
@@ -157,7 +157,7 @@ async def test_an_index_that_stays_away_is_left_alone_until_the_next_round(
     await asyncio.sleep(0.05)
     assert fake.calls == []
     record(recorder, 4)
-    await recorder.settled(ScopedId("s"))
+    await recorder.until_written(ScopedId("s"))
     assert fake.calls == [("session", 4, 0), ("request", 4, 0)]
 
 
@@ -201,7 +201,7 @@ async def test_two_orchestrators_and_a_real_index(registry: Registry) -> None:
 
     async def write(recorder: Recorder, num_tokens: int, epoch: int) -> None:
         record(recorder, num_tokens, epoch)
-        await recorder.settled(ScopedId("s"))
+        await recorder.until_written(ScopedId("s"))
 
     old = (await registry.claim_session(ScopedId("s"), "first")).epoch
     await write(first, 70, old)
