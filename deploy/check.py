@@ -22,7 +22,6 @@ from bough.config.json_fields import first_refusal
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import BoughError, ConfigError
 from bough.health.ray_dashboard import Node, RayDashboard
-from bough.processes.child import DRAIN_MARGIN_SECONDS
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
 from bough.runtime.log_lines import say_error
 from deploy.policies import CALLS, REQUESTS, PerReplica
@@ -30,6 +29,7 @@ from deploy.settings import (
     DEPLOYMENTS,
     INDEX,
     PORTS,
+    REPLICA_ENDING_SECONDS,
     AppSettings,
     ProgramSettings,
     Role,
@@ -203,7 +203,7 @@ def _check_deployment(role: Role, deployment: Mapping[str, Any]) -> None:
     wanted_resources(deployment)
     settings = read_program(role, deployment["user_config"], f"{role.value}.user_config")
     stop_seconds = float(deployment.get("graceful_shutdown_timeout_s", role.stop_seconds))
-    least = settings.config.drain_seconds + DRAIN_MARGIN_SECONDS + KILL_AFTER_SECONDS
+    least = settings.config.drain_seconds + REPLICA_ENDING_SECONDS + KILL_AFTER_SECONDS
     if stop_seconds < least:
         raise ConfigError(
             f"{role.value}.graceful_shutdown_timeout_s: must be at least {least:g}, got {stop_seconds:g}: the program "

@@ -64,6 +64,8 @@ class Role(Enum):
 
 
 INDEX = "Index"
+# For a replica's program to cut off what still runs after its --drain-seconds, and to end; within Serve's time limit.
+REPLICA_ENDING_SECONDS = 5.0
 INDEX_SETTINGS = ("host", "port", "memory", "worker_key_file", "tls_cert", "tls_key", "tls_ca", "insecure")
 # For the quota of sessions and that of requests; strings that grow take half as much more.
 LEAST_INDEX_MB = 3 * Quota().max_bytes // 2**20 + 1

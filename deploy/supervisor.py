@@ -26,7 +26,7 @@ from bough.config.processes import OrchestratorConfig, ServiceConfig, parse, to_
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.pb import common_pb2, generation_pb2
-from bough.processes.child import DRAIN_MARGIN_SECONDS, Child, open_program, stop_program, temporary_folder
+from bough.processes.child import Child, open_program, stop_program, temporary_folder
 from bough.processes.exit_with_parent import python
 from bough.processes.process import for_metrics
 from bough.protocol.codec_fields import read
@@ -37,7 +37,7 @@ from bough.rpc.status_map import to_error
 from bough.security.access import Access
 from deploy.forward import Forwarder
 from deploy.index import IndexPlace
-from deploy.settings import PORTS, ProgramSettings, Role
+from deploy.settings import PORTS, REPLICA_ENDING_SECONDS, ProgramSettings, Role
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Supervisor:
     @property
     def _timeout_seconds(self) -> float:
         """How long a program may take to end by itself after SIGTERM."""
-        return self.settings.config.drain_seconds + DRAIN_MARGIN_SECONDS
+        return self.settings.config.drain_seconds + REPLICA_ENDING_SECONDS
 
     async def check(self) -> None:
         """Return if the program is healthy or may recover by itself.

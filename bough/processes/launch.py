@@ -126,7 +126,7 @@ class Cluster:
 
     async def _drain(self, drain_seconds: float, *names: str) -> None:
         children = [self.children[name] for name in names if name in self.children]
-        await drain(children, drain_seconds + DRAIN_MARGIN_SECONDS, lambda: bool(self.stop and self.stop.is_repeated))
+        await drain(children, drain_seconds + ENDING_SECONDS, lambda: bool(self.stop and self.stop.is_repeated))
 
     def stop_all(self) -> None:
         """End all processes at once, the index last, so that the others can deregister."""

@@ -27,11 +27,11 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Serve
 
 from bough.config.addresses import free_port, require_free_ports
 from bough.errors import ConfigError, Unavailable
-from bough.processes.child import DRAIN_MARGIN_SECONDS
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
 from deploy import local
 from deploy.check import check, load
 from deploy.local import Endpoints
+from deploy.settings import REPLICA_ENDING_SECONDS
 from tests.fakes.waiting import block_until
 
 CONFIG = load(Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml")
@@ -296,7 +296,7 @@ def test_ctrl_c_waits_for_no_orchestrator_longer_than_for_all_replicas(given: di
     del own["user_config"]["program"]["host"]  # it listened on its node's address, and was waited for at 127.0.0.1
     local.adapt(config, "", None)
     assert own["user_config"]["program"] == {"host": local.HOST, "port": 7411, "drain_seconds": seconds}
-    assert local.DRAIN_SECONDS + DRAIN_MARGIN_SECONDS + KILL_AFTER_SECONDS <= local.STOP_SECONDS
+    assert local.DRAIN_SECONDS + REPLICA_ENDING_SECONDS + KILL_AFTER_SECONDS <= local.STOP_SECONDS
 
 
 def test_workers_without_weights_keep_what_guards_them() -> None:

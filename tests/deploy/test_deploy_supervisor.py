@@ -187,7 +187,7 @@ async def test_a_program_does_not_wait_for_ever(
 ) -> None:
     """Drafts may share a GPU; a port is told to be in use."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(supervisor_module, "DRAIN_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor_module, "REPLICA_ENDING_SECONDS", 0.0)
     program = {"simulate": str(PROFILE), "namespace": "turns", "drain_seconds": 0}
     for port in (0, free_port(HOST)):
         async with supervised(Role.DRAFT, index_url, tmp_path, {**program, "port": port}) as before:

@@ -11,46 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bough.model.batch.path_spans import IntArray, Paths, PathSpans
-from bough.model.batch.state_steps import StateSteps, chain_steps, tree_steps
-from bough.model.kv.session_kv import KVSlot
+from bough.model.batch.path_spans import BatchPart, IntArray, Paths, PathSpans
 from bough.model.kv.slot import Segment
 from bough.sizing.row_counts import RowCounts
 
 __all__ = ["Batch", "BatchPart", "Chunk", "Segment"]
-
-
-class BatchPart:
-    """A segment's rows within a chunk, in the form that attention needs; made once for all layers."""
-
-    def __init__(self, begin: int, segment: Segment) -> None:
-        assert isinstance(segment.slot, KVSlot), "there are keys to be read"
-        self.slot = segment.slot
-        self.span = slice(begin, begin + len(segment))  # rows within the chunk
-        self.rows = segment.rows.astype(np.int64)
-        self.num_keys = int(max(segment.rows.max(), segment.positions.max())) + 1  # slot rows that may be read
-        self.base = segment.base
-        self.tail = np.ascontiguousarray(segment.tail)
-        self.lengths = segment.positions + np.int32(1)  # number of keys on each row's path
-        self._tree_steps: StateSteps | None = None
-        self._chain_steps: dict[int, StateSteps] = {}  # by number of rows
-
-    @property
-    def is_tree(self) -> bool:
-        """Whether the rows are nodes of a tree, not of a text."""
-        return bool(self.tail.shape[1])
-
-    def tree_steps(self, width: int) -> StateSteps:
-        """Steps of recurrent layers along the tree; the same for all layers, as their convolutions are equally wide."""
-        if self._tree_steps is None:
-            self._tree_steps = tree_steps(self, width)
-        return self._tree_steps
-
-    def chain_steps(self, num_rows: int, width: int) -> StateSteps:
-        """Steps over consecutive rows: some of the piece's, after rows that were accepted earlier."""
-        if num_rows not in self._chain_steps:
-            self._chain_steps[num_rows] = chain_steps(num_rows, width)
-        return self._chain_steps[num_rows]
 
 
 @dataclass(frozen=True)

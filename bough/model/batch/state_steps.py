@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from bough.model.batch.batch import BatchPart
 
 Indices = NDArray[np.int64]
 COMMITTED = 0  # place of the session's own state
@@ -58,12 +55,13 @@ def chain_steps(num_rows: int, width: int) -> StateSteps:
     return StateSteps(rows, steps, 1, rows[:, None] + torch.arange(width + 1))
 
 
-def tree_steps(piece: BatchPart, width: int) -> StateSteps:
-    """The nodes on the paths of a piece of a tree; they do not change the session's own state.
+def tree_steps(paths: NDArray[np.int32], depths: NDArray[np.int32], width: int) -> StateSteps:
+    """The nodes on the paths of a piece of a tree, which do not change the session's own state.
 
-    Nodes before the piece are computed again.
+    `paths` (num_rows, width of the tails) has the nodes on the path of each row, of which there are `depths` below the
+    root. Nodes before the piece are computed again.
     """
-    nodes = _parents(piece)
+    nodes = _parents(paths, depths)
     number = {node: place for place, node in enumerate(nodes)}
     parents = {number[node]: number.get(parent, -1) for node, parent in nodes.items()}
     windows = np.empty((len(nodes), width + 1), np.int64)
@@ -75,13 +73,12 @@ def tree_steps(piece: BatchPart, width: int) -> StateSteps:
     return StateSteps(rows, np.array(steps, np.int64), num_places, torch.from_numpy(windows))
 
 
-def _parents(piece: BatchPart) -> dict[int, int]:
+def _parents(paths: NDArray[np.int32], depths: NDArray[np.int32]) -> dict[int, int]:
     """The parent of each node on the paths of a piece, in the order of nodes; the root's is -1."""
-    nodes, depths = piece.tail - piece.base, piece.lengths - 1 - piece.base
     parents = {0: -1}
-    for depth in range(1, nodes.shape[1]):
+    for depth in range(1, paths.shape[1]):
         reach = depths >= depth
-        parents |= zip(nodes[reach, depth].tolist(), nodes[reach, depth - 1].tolist(), strict=True)
+        parents |= zip(paths[reach, depth].tolist(), paths[reach, depth - 1].tolist(), strict=True)
     return dict(sorted(parents.items()))
 
 
