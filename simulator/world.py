@@ -33,12 +33,9 @@ from bough.trees.tree_plan import BestFirst, TreePlan
 from orchestrator.sizing.plans import Proposal, RoundOutcome, Situation, Sizer, WorkerFacts
 from simulator.guesses import Grown, Text
 from target_worker.kv.slot_pool import SlotPool
-from target_worker.scheduler.batch_delay import BatchDelay
 from target_worker.scheduler.batching import Part
+from target_worker.scheduler.engine import SharedSweeps
 from target_worker.scheduler.job import SweepShare, VerifyJob
-from target_worker.scheduler.prefix_sharing import choose_shared
-from target_worker.scheduler.request_queue import CallQueue
-from target_worker.scheduler.row_division import SweepYield, expected_tokens, make_fit, share_rows
 
 SECOND = 1e9
 PRIOR_ERROR = 1.3  # ratio of a target's estimated to its true seconds before the first sweep
@@ -165,7 +162,7 @@ class SweepRecord(NamedTuple):
 
 
 class Target:
-    """Sweeps over the calls of its sessions, like `target_worker.scheduler.engine`."""
+    """Sweeps over the calls of its sessions in simulated time."""
 
     def __init__(self, world: World, name: str, gather: float) -> None:
         profile = world.profile.target
@@ -173,14 +170,12 @@ class Target:
         self._world, self._profile = world, profile
         limits = TargetLimits(profile.row_step, profile.max_sweep_rows, profile.max_nodes, profile.max_context)
         self.pool = SlotPool(Arena(profile.kv_tokens, ROW_BYTES), LEASE_SECONDS, lambda: world.env.now, limits.kv_step)
-        self._delay = BatchDelay(gather)
-        self._calls = CallQueue(self.pool, limits, self._delay.left)
+        self._sweeps = SharedSweeps(self.pool, limits, _times_known_of(profile), profile.chunk_rows, gather)
+        self._delay = self._sweeps.delay
         self._texts: dict[ScopedId, tuple[Session, float]] = {}  # by session: of the call in flight, and when it came
         self._arrived: list[tuple[Session, VerifyCall, simpy.Event]] = []
         self._line: dict[int, simpy.Event] = {}  # sessions that wait for KV memory, by number
         self._wakes = world.env.event()
-        self._times = _times_known_of(profile)
-        self._yield = SweepYield()
         world.env.process(self._run())
 
     @property
@@ -190,7 +185,7 @@ class Target:
 
     def facts(self) -> WorkerFacts:
         """What a sizer knows of it."""
-        return WorkerFacts(self.name, "target", self._profile.max_nodes, self._times.curve(), self.num_running)
+        return WorkerFacts(self.name, "target", self._profile.max_nodes, self._sweeps.cost, self.num_running)
 
     def verify(self, session: Session, call: VerifyCall) -> simpy.Event:
         """Verify a tree; the event has a VerifyResult, or fails with an error of `bough.errors`."""
@@ -228,7 +223,7 @@ class Target:
             future: Future[VerifyResult] = Future()
             future.add_done_callback(partial(_pass_on, done))
             try:
-                self._calls.admit(call, future, 0)
+                self._sweeps.calls.admit(call, future, 0)
             except (Exhausted, PrefixMissing) as exc:
                 self._delay.left(session.session_id)
                 future.set_exception(exc)
@@ -241,58 +236,31 @@ class Target:
         env = self._world.env
         while True:
             self._admit()
-            wait = self._delay.seconds(env.now, self._calls.by_caller()) if self._calls else None
-            if wait == 0.0:
-                yield from self._sweep(self._choose())
+            if (wait := self._sweeps.wait_seconds(env.now)) == 0.0:
+                yield from self._sweep(self._sweeps.choose())
                 yield env.timeout(0)  # sessions that return at once arrive before the next sweep begins
                 continue
             self._wakes = env.event()
             yield self._wakes if wait is None else self._wakes | env.timeout(wait)
 
-    def _choose(self) -> list[Part[VerifyJob]]:
-        """The parts of the next sweep."""
-        jobs, cost, most, recent = [*self._calls], self._times.curve(), self._profile.max_sweep_rows, self._yield.recent
-        self._calls.copy_prefix()
-        make_fit(jobs, cost, recent, most)
-        knee = max(self._times.knee, self._profile.chunk_rows)
-        parts = choose_shared(jobs, most, knee, self._profile.chunk_rows, cost or (lambda _: 0.0))
-        share_rows(parts, cost, recent, most)
-        for job in jobs:
-            job.num_sweeps_skipped += 1
-        return parts
-
     def _sweep(self, parts: Sequence[Part[VerifyJob]]) -> Process:
         world, target, began = self._world, self._profile, self._world.env.now
-        share = SweepShare.of(parts, None)
-        rows = share.num_rows
+        rows = sum(part.num_tokens for part in parts)
         seconds = target.sweep(rows, world.factors(), world.random)
         yield world.env.timeout(seconds.total)
-        self._times.observe(rows, seconds.total, seconds.waited, round(target.link_seconds_of(rows) * SECOND))
-        self._delay.swept(seconds.total)
+        self._sweeps.observe_times(rows, seconds.total, seconds.waited, round(target.link_seconds_of(rows) * SECOND))
         now = world.env.now
         self.sweeps.append(SweepRecord(now, seconds, rows, len(parts)))
-        share = share._replace(cost=self._times.curve())
-        for job, num_context, has_tree in parts:
-            begin = job.num_cached
-            computed = range(begin, begin + num_context)
-            self.pool.commit(job.session, computed, job.text.tokens[begin : begin + num_context])
-            job.num_computed += num_context
-            job.num_sweeps_skipped = 0
-            if has_tree:
-                self._answer(job, began, share)
-        self._yield.swept(seconds.total, now)
-
-    def _answer(self, job: VerifyJob, began: float, share: SweepShare) -> None:
-        session, arrived = self._texts.pop(job.call.context.session_id)
-        now, tree, base = self._world.env.now, job.tree, len(job.text.tokens)
-        verdict = session.text.verdict(base, tree)
-        path = (0, *verdict.accepted_nodes)
-        self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
-        self._delay.answered(session.session_id, now, CALLER)
-        self._yield.answered(len(path), expected_tokens(job))
-        total, queue, sweep = (round(each * SECOND) for each in (now - arrived, began - arrived, now - began))
-        timings = Timings(total, queue, compute_ns=sweep, num_passes=1)
-        self._calls.answer(job, replace(job.result(verdict, share), timings=timings))
+        share = SweepShare.of(parts, self._sweeps.cost)
+        for part in parts:
+            job, timings = part.job, Timings(compute_ns=round((now - began) * SECOND), num_passes=1)
+            self._sweeps.commit(part, timings, 0, share)
+            if part.has_tree:
+                session, arrived = self._texts.pop(job.call.context.session_id)
+                job.timings = replace(timings, queue_ns=round((began - arrived) * SECOND))  # until the tree's own sweep
+                verdict = session.text.verdict(len(job.text.tokens), job.tree)
+                self._sweeps.answer(job, verdict, share, now, round((now - arrived) * SECOND))
+        self._sweeps.ended(seconds.total, now)
 
 
 class World:

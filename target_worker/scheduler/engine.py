@@ -36,6 +36,63 @@ STILL_SECONDS = (
 SHUT_DOWN = "the target worker is being shut down"
 
 
+class SharedSweeps:
+    """Waiting calls, what goes into the next sweep, and what comes of it; times are seconds on any one clock."""
+
+    def __init__(self, pool: SlotPool, limits: TargetLimits, times: SweepTimes, chunk: int, max_delay: float) -> None:
+        """`chunk` rows are computed together; `max_delay` is as in `BatchDelay`."""
+        self.pool, self.times, self.cost = pool, times, times.curve()
+        self.delay = BatchDelay(max_delay)
+        self.calls = CallQueue(pool, limits, self.delay.left)
+        self.most_tokens = limits.max_sweep_tokens  # limit of a sweep; lowered when memory ran out
+        self._chunk, self._least_shared = chunk, chunk if pool.shares_anywhere else limits.max_context
+        self._yield = SweepYield()
+
+    def wait_seconds(self, now: float) -> float | None:
+        """How long the next sweep waits for calls that are expected; None if there is nothing to sweep."""
+        return self.delay.seconds(now, self.calls.by_caller()) if self.calls else None
+
+    def choose(self) -> list[Part[VerifyJob]]:
+        """The parts of the next sweep."""
+        self.calls.copy_prefix()
+        jobs, cost, recent, most = [*self.calls], self.cost, self._yield.recent, self.most_tokens
+        knee = max(self.times.knee, self._chunk)  # `chunk` rows are computed together, so it cannot be lower
+        make_fit(jobs, cost, recent, most)
+        parts = choose_shared(jobs, most, knee, self._least_shared, cost or (lambda _: 0.0))
+        share_rows(parts, cost, recent, most)
+        for job in jobs:
+            job.num_sweeps_skipped += 1
+        return parts
+
+    def observe_times(self, num_rows: int, seconds: float, waited: float, link_bytes: int) -> None:
+        """Learn from a sweep, of which so many seconds were waited for the link."""
+        self.times.observe(num_rows, seconds, waited, link_bytes)
+        self.cost = self.times.curve()
+        self.delay.swept(seconds)
+
+    def commit(self, part: Part[VerifyJob], timings: Timings, began_ns: int, share: SweepShare) -> None:
+        """Commit what a sweep has computed of a call's text."""
+        job, num_context, _ = part
+        begin = job.num_cached
+        rows = range(begin, begin + num_context)
+        self.pool.commit(job.session, rows, job.text.tokens[begin : begin + num_context])
+        job.swept(num_context, timings, began_ns, share)
+
+    def answer(self, job: VerifyJob, verdict: Verdict, share: SweepShare, now: float, total_ns: int) -> None:
+        """Commit the accepted path, and answer a call whose tree was in a sweep."""
+        tree, base = job.tree, len(job.text.tokens)
+        path = (0, *verdict.accepted_nodes)
+        self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
+        self.pool.count(len(job.call.context.tokens), job.num_computed)
+        self.delay.answered(job.session.session_id, now, job.call.caller)
+        self._yield.answered(len(path), expected_tokens(job))
+        self.calls.answer(job, job.result(verdict, share, total_ns))
+
+    def ended(self, seconds: float, now: float) -> None:
+        """Note that all calls of a sweep are answered."""
+        self._yield.swept(seconds, now)
+
+
 class SweepEngine:
     """Verifies trees of many sessions, one sweep at a time."""
 
@@ -61,13 +118,10 @@ class SweepEngine:
         self._sweeper = sweeper
         self._limits = limits
         self._unanswered = PendingCalls(max_waiting)
-        self._times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
-        self.cost: CostCurve | None = None  # seconds of a sweep by rows; readable by any thread
-        self._most_tokens = limits.max_sweep_tokens  # limit of a sweep; lowered when memory ran out
+        times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
+        self._sweeps = SharedSweeps(pool, limits, times, sweeper.rows.most, max_delay)
+        self._calls, self._delay = self._sweeps.calls, self._sweeps.delay
         self._stall, self._progress = StallTimer(), progress
-        self._batch_delay = BatchDelay(max_delay)
-        self._calls = CallQueue(pool, limits, self._batch_delay.left)
-        self._yield = SweepYield()
         self._inbox = Inbox(SHUT_DOWN)
         self._idle_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
@@ -85,7 +139,7 @@ class SweepEngine:
             with self.pool.scratch(min(self._sweeper.rows.most, self._limits.slot_rows)) as slot:
                 times = self._sweeper.warm_up(slot, self._limits.max_sweep_tokens)
             if times is not None:
-                self._times, self.cost = times, times.curve()
+                self._sweeps.times, self._sweeps.cost = times, times.curve()
             settle(future, None)
 
         self._inbox.post(future, run)
@@ -95,6 +149,11 @@ class SweepEngine:
         """End the thread after the current sweep; waiting and later calls raise Unavailable."""
         self._inbox.put(None)
         self._thread.join()
+
+    @property
+    def cost(self) -> CostCurve | None:
+        """Seconds of a sweep by rows; any thread."""
+        return self._sweeps.cost
 
     @property
     def num_waiting(self) -> int:
@@ -142,7 +201,7 @@ class SweepEngine:
             if epoch and session is not None:
                 session.require_epoch(epoch)
             self._calls.drop(session_id, StaleEpoch(f"session_id: {session_id.name!r} was released"))
-            self._batch_delay.left(session_id)
+            self._delay.left(session_id)
             self.pool.release(session_id)
             settle(future, None)
 
@@ -166,40 +225,23 @@ class SweepEngine:
     def _run_commands(self) -> bool:
         """Run queued commands, and wait for one while there is nothing to sweep; False after the stop command."""
         self._calls.drop_unwanted()  # first, as new calls may need their slots
-        return self._inbox.run(self._wait_seconds)
-
-    def _wait_seconds(self) -> float | None:
-        return self._batch_delay.seconds(time.perf_counter(), self._calls.by_caller()) if self._calls else None
+        return self._inbox.run(lambda: self._sweeps.wait_seconds(time.perf_counter()))
 
     def _admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
         if future.cancelled():
             return
         self._calls.admit(call, future, arrived_ns)  # a refused call says nothing about its session
-        self._batch_delay.arrived(call.context.session_id, arrived_ns * NANO, call.caller, call.num_running)
+        self._delay.arrived(call.context.session_id, arrived_ns * NANO, call.caller, call.num_running)
 
     def _prepare(self) -> list[Part[VerifyJob]]:
         """Choose the parts of the next sweep."""
         try:
             self._calls.drop_unwanted()
-            self._calls.copy_prefix()
-            return self._choose()
+            return self._sweeps.choose()
         except Exception as exc:  # the thread must survive any error
             logger.exception("a sweep could not be prepared")
             self._calls.drop_all(exc)
             return []
-
-    def _choose(self) -> list[Part[VerifyJob]]:
-        jobs = [*self._calls]
-        chunk, cost = self._sweeper.rows.most, self.cost
-        knee = max(self._times.knee, chunk)  # `chunk` rows are computed together, so the knee cannot be lower
-        recent, most = self._yield.recent, self._most_tokens
-        make_fit(jobs, cost, recent, most)
-        least_shared = chunk if self.pool.shares_anywhere else self._limits.max_context
-        parts = choose_shared(jobs, most, knee, least_shared, cost or (lambda _: 0.0))
-        share_rows(parts, cost, recent, most)
-        for job in jobs:
-            job.num_sweeps_skipped += 1
-        return parts
 
     def _sweep(self, parts: Sequence[Part[VerifyJob]]) -> None:
         began_ns = time.perf_counter_ns()
@@ -207,8 +249,8 @@ class SweepEngine:
         try:
             num_tokens = sum(part.num_tokens for part in parts)
             swept = self._sweeper.sweep(parts)
-            self._observe_times(num_tokens, swept.timings)
-            self._batch_delay.swept(swept.timings.total_ns * NANO)
+            times = swept.timings
+            self._sweeps.observe_times(num_tokens, times.total_ns * NANO, times.wait_ns * NANO, times.link_bytes)
             self._observe(len(parts), num_tokens, swept)
             self._finish(parts, swept, began_ns)
         except Exception as exc:  # the thread must survive any error; callers get it
@@ -239,36 +281,22 @@ class SweepEngine:
         least = max(self._limits.max_nodes, self._sweeper.rows.most)
         if num_tokens <= least:
             return False
-        self._most_tokens = max(least, num_tokens // 2)
-        logger.warning("%s; sweeps have at most %d tokens from now on, not %d", exc, self._most_tokens, num_tokens)
+        most = self._sweeps.most_tokens = max(least, num_tokens // 2)
+        logger.warning("%s; sweeps have at most %d tokens from now on, not %d", exc, most, num_tokens)
         return True
-
-    def _observe_times(self, num_rows: int, timings: Timings) -> None:
-        self._times.observe(num_rows, timings.total_ns * NANO, timings.wait_ns * NANO, timings.link_bytes)
-        self.cost = self._times.curve()
 
     def _finish(self, parts: Sequence[Part[VerifyJob]], swept: Swept, began_ns: int) -> None:
         share = SweepShare.of(parts, self.cost)
-        for job, num_context, has_tree in parts:
-            begin = job.num_cached
-            rows = range(begin, begin + num_context)
-            self.pool.commit(job.session, rows, job.text.tokens[begin : begin + num_context])
-            job.swept(num_context, swept.timings, began_ns, share)
-            if has_tree:
+        for part in parts:
+            job = part.job
+            self._sweeps.commit(part, swept.timings, began_ns, share)
+            if part.has_tree:
                 try:
-                    self._answer(job, job.verdict(swept.verdict_on), share)
+                    verdict, total_ns = job.verdict(swept.verdict_on), time.perf_counter_ns() - job.arrived_ns
+                    self._sweeps.answer(job, verdict, share, time.perf_counter(), total_ns)
                 except Exception as exc:  # of one call: the others are answered
                     if not isinstance(exc, BoughError):
                         job.context.run(logger.exception, "a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
-        self._yield.swept(swept.timings.total_ns * NANO, time.perf_counter())
+        self._sweeps.ended(swept.timings.total_ns * NANO, time.perf_counter())
         self.pool.check_now_and_then()
-
-    def _answer(self, job: VerifyJob, verdict: Verdict, share: SweepShare) -> None:
-        tree, base = job.tree, len(job.text.tokens)
-        path = (0, *verdict.accepted_nodes)
-        self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
-        self.pool.count(len(job.call.context.tokens), job.num_computed)
-        self._batch_delay.answered(job.session.session_id, time.perf_counter(), job.call.caller)
-        self._yield.answered(len(path), expected_tokens(job))
-        self._calls.answer(job, job.result(verdict, share))

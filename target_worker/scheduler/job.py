@@ -110,13 +110,13 @@ class VerifyJob:
         note_span(self.spans, "verdict", began_ns)
         return verdict
 
-    def result(self, verdict: Verdict, share: SweepShare) -> VerifyResult:
+    def result(self, verdict: Verdict, share: SweepShare, total_ns: int) -> VerifyResult:
         """Convert a verdict on `tree` to the node numbers of the tree that was sent."""
         left_out: tuple[int, ...] = ()
         if (kept := self._nodes_in_sweep) is not None:
             verdict = verdict._replace(accepted_nodes=tuple(kept[list(verdict.accepted_nodes)].tolist()))
             left_out = tuple(np.setdiff1d(np.arange(len(self.call.tree)), kept).tolist())
-        timings = replace(self.timings, total_ns=time.perf_counter_ns() - self.arrived_ns)
+        timings = replace(self.timings, total_ns=total_ns)
         return VerifyResult(
             verdict,
             self.num_cached,

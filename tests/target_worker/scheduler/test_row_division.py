@@ -186,8 +186,8 @@ def test_what_does_not_pay_is_left_out_of_a_sweep_that_is_shared_and_only_of_tho
     hopeless = Tree.of([1, 9, 8, 7], [-1, 0, 0, 0], [0.0, -9.0, -10.0, -11.0])
     with gated(FakeModel(figures=DEAR), new_pool(Clock(), 8 * LIMITS.slot_rows)) as gate:
         gate.engine.verify(shareable("first", [1], 0, 0, Tree.root(1))).result(10)
-        gate.engine.cost = CostCurve((1, 101), (0.1, 10.1))
-        gate.engine._observe_times = lambda *_: None
+        gate.engine._sweeps.cost = CostCurve((1, 101), (0.1, 10.1))
+        gate.engine._sweeps.observe_times = lambda *_: None
         calls = [shareable(name, [1], 0, 0, hopeless) for name in ("a", "b")]
         calls.append(
             replace(calls[0], context=replace(calls[0].context, session_id=ScopedId("c")), may_leave_out=False)
