@@ -64,7 +64,7 @@ class Role(Enum):
 
 
 INDEX = "Index"
-# For a replica's program to cut off what still runs after its --drain-seconds, and to end; within Serve's time limit.
+# After --drain-seconds, in which a replica's program aborts what still runs, and ends; within Serve's time limit.
 REPLICA_ENDING_SECONDS = 5.0
 INDEX_SETTINGS = ("host", "port", "memory", "worker_key_file", "tls_cert", "tls_key", "tls_ca", "insecure")
 # For the quota of sessions and that of requests; strings that grow take half as much more.

@@ -29,7 +29,6 @@ TAIL_BYTES = 8192  # bytes at the end of a log that are searched for these lines
 LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.telemetry.logs`
 LINE_LENGTH = 200  # characters of a log's last line that a report quotes
 DRAIN_SECONDS = 1.0  # between the first SIGTERM, which drains, and the second, which stops
-DRAIN_MARGIN_SECONDS = 5.0  # of a replica after its --drain-seconds, to abort what still runs and end
 STOP_SECONDS = 10.0  # between the second SIGTERM and SIGKILL
 KILLED_SECONDS = 60.0  # after SIGKILL; a process inside a driver's call may survive it for ever
 

@@ -34,9 +34,7 @@ from bough.processes.signals import StopSignals, signals_ignored, stop_signals
 from bough.registry.registry import Registry
 from bough.security.tls import files_towards
 
-# Time after --drain-seconds in which a process aborts what still runs, and ends. A replica has less (child.py), as a
-# setting of its deployment limits the time until Serve kills it.
-DRAIN_MARGIN_SECONDS = 10.0
+ENDING_SECONDS = 10.0  # after --drain-seconds, in which a process aborts what still runs, and ends
 POLL_SECONDS = 0.1
 WATCH_SECONDS = 0.2  # between two checks of a serving process
 LOCAL = "127.0.0.1"
