@@ -30,7 +30,7 @@ OTHERS = modules(
     ("bough.model.running", "device"),
     ("bough.model.sizes", "memory_budget model_sizes"),
     ("bough.processes", "signals"),
-    ("bough.protocol", "cost_curve messages prefix_hash"),
+    ("bough.protocol", "cost_curve ids messages prefix_hash"),
     ("bough.runtime", "exit_status host_memory kv_budget machine"),
     ("bough.sizing", "cost_model placement sweep_times"),
     ("bough.telemetry", "spans"),
