@@ -118,6 +118,7 @@ def test_a_tensor_that_stands_in_two_files_is_where_the_index_says(copy: Path) -
         ({"num_hidden_layers": 5}, r"model\.layers\.4\..*missing"),
         ({"intermediate_size": 128}, r"configuration's shape \[128, 64\], got \[96, 64\]"),
         ({"model_type": "no-such-model"}, "no-such-model"),
+        ({"quantization_config": {"quant_method": "quark"}}, "quant_method: must be one of gptq, .*, got 'quark'"),
     ],
 )
 def test_a_configuration_that_does_not_fit(copy: Path, change: dict[str, object], message: str) -> None:
