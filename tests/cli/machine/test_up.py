@@ -146,7 +146,7 @@ async def test_memory_that_there_is_not_is_named_at_once_by_its_flag(tiny: Path)
         "--kv-memory: must be less than .*, got 900000.00 GB", await refusal(*models, "--kv-memory", "900000GB")
     )
     problem = await refusal(*models, "--device-memory", "1GB", "--kv-memory", "2GB")
-    assert problem.startswith("--kv-memory: must be less than 1.00 GB, ")
+    assert problem.startswith("--kv-memory: must be less than the 1.00 GB for weights, KV and activations, ")
 
 
 @pytest.mark.parametrize("target", ["tiny", "demonstration"])
