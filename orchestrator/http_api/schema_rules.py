@@ -54,10 +54,12 @@ _FREE_RESPONSE = _if_given(text=_if_given(format=_FREE))
 
 _NO_TOOLS = _if_given(tools={"maxItems": 0})
 _NO_CHOICE = _if_given(tool_choice={"enum": ["none", "auto"]})
+_LOOSE = _if_given(strict=_FALSE)
+_LOOSE_TOOL = _all(_LOOSE, _if_given(function=_LOOSE))  # with its fields, or its function's
 _FREE_CALLS = _any(
     _NO_TOOLS,
-    _if_given(tool_choice={"const": "none"}),
-    _all(_NO_CHOICE, _if_given(parallel_tool_calls=_TRUE)),
+    _given(tool_choice={"const": "none"}),
+    _all(_NO_CHOICE, _if_given(parallel_tool_calls=_TRUE, tools={"items": _LOOSE_TOOL})),
 )
 _TOOLS_TO_CHOOSE = _any(_NO_CHOICE, _given(tools={"minItems": 1}))
 

@@ -204,3 +204,12 @@ def test_what_it_allows_is_accepted(kind: type[Fields], data: st.DataObject) -> 
     """Schemathesis asks a running server in the same way: see docs/http-api.md."""
     allowed = data.draw(samples({"$ref": f"#/components/schemas/{kind.__name__}"}, NARROWED["components"]))
     READERS[kind](json.dumps(allowed).encode(), TOKENIZER)
+
+
+def test_what_ends_where_a_grammar_does_cannot_ignore_the_end() -> None:
+    strict: Json = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    for fields in ({"tools": [TOOL]}, {"tools": [strict], "tool_choice": "none"}):
+        check("ChatFields", CHAT | {"ignore_eos": True} | fields)
+    for fields in ({"tools": [strict]}, {"tools": [TOOL], "tool_choice": "required"}, {"regex": "a"}):
+        with pytest.raises(jsonschema.ValidationError):
+            check("ChatFields", CHAT | {"ignore_eos": True} | fields)
