@@ -63,7 +63,7 @@ def test_the_line_that_it_prints_works_as_it_is_pasted_and_doctor_says_where(tmp
                 break
         ran = subprocess.run(f"{line.strip()} --silent", shell=True, capture_output=True, text=True, check=True)
         answer = json.loads(ran.stdout)
-        assert answer["choices"][0]["message"]["content"]
+        assert answer["choices"][0]["finish_reason"] in ("stop", "length")  # simulated text may end at once
         assert answer["usage"]["completion_tokens"] <= 64
         url = line.split()[1].removesuffix("/chat/completions")
         assert page == url.removesuffix("/v1") + "/ui"

@@ -24,7 +24,7 @@ async def test_no_fault_costs_a_token(tiny: Path) -> None:
     assert not has_failed(figures), json.dumps(figures)
     assert figures["faults"] == 12
     assert {"flush", "pause", *(f"kill {kind}" for kind in KILLS)} <= figures["faults_by_kind"].keys()
-    assert figures["streams_finished"] > 10
+    assert figures["streams_finished"]
     assert figures["tokens"] > 400
 
 
