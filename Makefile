@@ -1,4 +1,4 @@
-# The only commands anyone needs to know. Everything runs in .venv, which is made when it is first wanted.
+# The only commands anyone needs to know. Everything runs in .venv, which is made when it is first needed.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
-demo: $(DEMO_READY)  ## the whole pipeline on a real model: build, start, generate with trees, in sizes, and without, compare
+demo: $(DEMO_READY)  ## the whole pipeline on a real model: generate with trees and without, compare sizes
 	@$(BIN)/bough demo
 
 serve: $(READY)  ## the demonstration under Ray Serve, until Ctrl-C; SIMULATE=PROFILE without weights, PORT=N, HAPROXY=1 for HTTP
@@ -35,7 +35,7 @@ test-long: $(READY)  ## what the suite leaves out for its time; TESTS names fold
 	@$(BIN)/python -m tests.compile_kernels
 	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 5 --dist worksteal -m long $(TESTS)
 
-test-cluster: $(READY)  ## make loadtest, and Ray clusters, one of three hosts in network namespaces; minutes, and root
+test-cluster: $(READY)  ## tests of locust and of Ray clusters, one of three hosts in network namespaces; minutes, as root
 	@$(BIN)/python -m pytest -m cluster tests/deploy tests/loadtest/locust
 
 check: $(READY)  ## formatting, lint, types, import rules
@@ -44,7 +44,7 @@ check: $(READY)  ## formatting, lint, types, import rules
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest --noconftest tests/test_layout.py
 
-loadtest: $(READY)  ## users by locust over both doors, on workers without weights; loadtest-report.html, one JSON line
+loadtest: $(READY)  ## locust over gRPC and HTTP, on workers without weights; loadtest-report.html, one JSON line
 	@$(BIN)/python -m loadtest.locust --simulate l40-70b-4bit --slo-ttft 2 --slo-tpot 0.2
 
 bench-docs: $(READY)  ## write docs/benchmarks.md from the runs in docs/benchmarks/

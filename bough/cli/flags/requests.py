@@ -39,7 +39,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="a text that id of a token that ends the output; may be repeated",
+        help="a text that ends the output; may be repeated",
     )
     add(
         "--stop-token-id",

@@ -25,7 +25,6 @@ async def test_no_fault_costs_a_token(tiny: Path) -> None:
     assert figures["faults"] == 12
     assert {"flush", "pause", *(f"kill {kind}" for kind in KILLS)} <= figures["faults_by_kind"].keys()
     assert figures["streams_finished"]
-    assert figures["tokens"] > 400
 
 
 def received(*tokens: int, text: str = "abc", is_finished: bool = True) -> Stream:

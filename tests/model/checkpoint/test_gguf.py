@@ -287,7 +287,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"rope.dimension_count": 16}, r"rope\.dimension_count must be 32, the size of a head, got 16"),
         ({"rope.scaling.type": "longrope"}, r"rope\.scaling\.type must be none, linear or yarn, got 'longrope'"),
         ({"rope.scaling.type": "linear"}, r"rope\.scaling\.factor must be a number, got None"),
-        ({"feed_forward_length": 128}, r"ffn_gate\.weight must have the configuration's shape \[128, 64\], got \[96, 64\]"),
+        ({"feed_forward_length": 128}, r"ffn_gate\.weight must have .* shape \[128, 64\], got \[96, 64\]"),
         ({"block_count": 3}, r"tensor blk\.2\.attn_q\.weight, which is .*layers\.2\.self_attn\.q_proj.*, is missing"),
     ],
 )
