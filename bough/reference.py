@@ -33,6 +33,7 @@ from bough.config.flag_parser import FlagParser
 from bough.model.write_demonstration import write_demonstration
 
 MAX_NODES = 256  # of a tree
+TINY = torch.finfo(torch.float32).tiny
 
 # A model that reads trees
 
@@ -116,7 +117,9 @@ class KV:
         self._model = model
         self._keys = torch.zeros(len(model.layers), capacity, model.num_kv_heads, model.head_dim)
         self._values = torch.zeros_like(self._keys)
-        self._sees = torch.zeros(capacity, capacity, dtype=torch.bool)  # (node, node): whether the first attends to the second
+        self._sees = torch.zeros(
+            capacity, capacity, dtype=torch.bool
+        )  # (node, node): whether the first attends to the second
         self.length = 0  # tokens of the text
         self._num_nodes = 0
 
@@ -211,7 +214,7 @@ def grow(
     """
     tree, open_nodes, rows = Tree.root(text[-1]), {0}, {0: -1}  # rows: nodes that the draft has read, by number
     logits, frontier = draft.read_text(text[draft.length :])[-1:], [0]
-    for _ in range(max_depth):
+    for step in range(max_depth):
         for node, row in zip(frontier, logits, strict=True):
             open_nodes.remove(node)
             scores = perturbed(row, temperature, seed, len(text) + tree.depth(node)).log_softmax(0)
@@ -220,7 +223,7 @@ def grow(
         worst = sorted(tree.scores, reverse=True)[:budget][-1]  # no child of this or a worse node would stay
         promising = sorted((node for node in open_nodes if tree.scores[node] > worst), key=lambda n: -tree.scores[n])
         frontier = sorted(promising[:width])
-        if not frontier:
+        if not frontier or step == max_depth - 1:
             break
         logits = draft.read([tree.tokens[node] for node in frontier], [rows[tree.parents[node]] for node in frontier])
         rows |= {node: row for row, node in enumerate(frontier, len(rows) - 1)}
@@ -349,12 +352,14 @@ def accept(
     The draft's rejected tokens are taken out of both distributions, so that the token has the target's distribution.
     """
     for token, child in children.items():  # in the order in which they were drawn
+        if draft_probs[token] == 0:  # only rounding draws it: all that the draft could draw has been rejected
+            break
         if torch.rand((), generator=random) < target_probs[token] / draft_probs[token]:
             return child, target_probs
         target_probs = (target_probs - draft_probs).clamp(min=0)
         target_probs = target_probs / target_probs.sum()
         draft_probs = draft_probs.index_fill(0, torch.tensor(token), 0.0)
-        draft_probs = draft_probs / draft_probs.sum()
+        draft_probs = draft_probs / draft_probs.sum().clamp(min=TINY)
     return None, target_probs
 
 
@@ -388,6 +393,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sequoia", action="store_true", help="Sequoia's scheme; the temperature must be above 0")
     options = parser.parse_args()
+    if options.max_tokens < 1 or not 0 <= options.seed < 2**64:
+        parser.error("--max-tokens: must be at least 1, and --seed from 0 to 2**64 - 1")
     if not 1 <= options.nodes <= MAX_NODES:
         parser.error(f"--nodes: must be 1 to {MAX_NODES}, got {options.nodes}")
     if options.temperature < 0 or (options.sequoia and options.temperature == 0):

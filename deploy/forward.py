@@ -68,7 +68,7 @@ class Forwarder:
         request.
 
         Raises:
-        NotReached: the upstream has ended, and nothing has been read of the body.
+            NotReached: the upstream has ended, and nothing has been read of the body.
         """
         path = str(request.scope["path"]).removeprefix(str(request.scope.get("root_path", "")))
         is_chunked = "transfer-encoding" in request.headers

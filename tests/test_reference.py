@@ -189,3 +189,12 @@ def test_the_command_prints_trees_and_the_text_of_plain_decoding(smollm: Path) -
     assert outputs[0][-2] == outputs[1][-2]
     assert outputs[0][-1] == "8 tokens in 8 passes of the target"
     assert any("✓" in line for line in outputs[1])
+
+
+def test_sequoias_rule_survives_draws_that_only_rounding_allows() -> None:
+    """At low temperatures the draft's probabilities underflow; the target's token is still drawn from what is left."""
+    random = torch.Generator().manual_seed(1)
+    target_probs, draft_probs = torch.tensor([0.3, 0.7, 0.0, 0.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])
+    for _ in range(50):
+        child, left = reference.accept({0: 1, 2: 2, 3: 3}, target_probs, draft_probs, random)
+        assert child == 1 or left.tolist() == [0.0, 1.0, 0.0, 0.0]

@@ -141,7 +141,7 @@ class DraftConfig(WorkerConfig):
     )
     max_children: int = setting(16, "maximum children of a node", parse_count)
     inverse_temperature: float = setting(
-        0.0, "inverse temperature of the draft's probabilities; 0 learns it from accepted tokens", number(float, 0, 4)
+        0.0, "inverse temperature of the draft's probabilities; 0 learns it from verdicts", number(float, 0, 4)
     )
     ahead_steps: int = setting(
         -1,
@@ -156,7 +156,7 @@ class TargetConfig(WorkerConfig):
 
     rows: int = setting(
         0,
-        "rows of each matrix product; results depend on it bit by bit; 0 is 256 on a GPU and 64 on a CPU",
+        "rows of each matrix product; the exact bits of results depend on it; 0 is 256 on a GPU and 64 on a CPU",
         parse_natural,
     )
     device_memory: int = setting(0, "memory for weights, KV and activations; 0 is most of the free memory", parse_bytes)

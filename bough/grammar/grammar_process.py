@@ -207,7 +207,7 @@ class _Server:
 def _environment() -> dict[str, str]:
     """The environment without bough's own settings, some of which are secrets."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("BOUGH_")}
-    return variables | {"MALLOC_ARENA_MAX": "1"}  # further threads reserve addresses, which are limited
+    return variables | {"MALLOC_ARENA_MAX": "1"}  # further arenas reserve addresses, which are limited
 
 
 _SERVER = _Server()

@@ -28,7 +28,7 @@ from bough.grammar.grammar_process import Fields, Limits, Refused, from_bytes, r
 PR_SET_PDEATHSIG = 1
 MAX_OUTPUTS = 1024  # outputs whose place in their grammar is kept
 MAX_REQUEST = 2**16  # bytes of a message with a file descriptor
-SECONDS_A_TOKEN = 5e-4  # CPU time to follow an output
+SECONDS_A_TOKEN = 5e-4  # CPU time to follow an output, for each token
 STACK_BYTES = 512 * 2**20  # of addresses: llguidance recurses along rules that refer to one another
 
 Answer = tuple[dict[str, Any], bytes]

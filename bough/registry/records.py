@@ -149,7 +149,11 @@ def _sealed(record: SessionRecord | RequestRecord, id_name: str) -> str:
 
 
 def _fields(value: Any) -> Any:
-    """Fields of a dataclass without the copies that `asdict` would make in each round; or a set's elements, sorted."""
+    """Fields of a dataclass without the copies that `asdict` would make in each round; a set's elements, sorted; or a
+    session's id as text.
+    """
+    if isinstance(value, ScopedId):
+        return str(value)
     names = getattr(value, "__dataclass_fields__", None)
     return sorted(value) if names is None else {name: getattr(value, name) for name in names}
 
@@ -189,6 +193,8 @@ def _checked(hint: Any, value: Any) -> Any:
             return {parts[0](key): _checked(parts[1], one) for key, one in value.items()}
         case kind if kind in (str, int, float, bool):
             return _plain(kind, value)
+        case kind if kind is ScopedId:
+            return ScopedId.parse(_plain(str, value))
         case kind:
             return _parsed(kind, value)
 

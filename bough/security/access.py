@@ -100,7 +100,7 @@ END = b"-----END CERTIFICATE-----\n"
 
 
 def metrics_context(config: ServiceConfig) -> Callable[[], ssl.SSLContext] | None:
-    """TLS contexts for a metrics server in its own threads, which reloads files; None without TLS."""
+    """TLS contexts for a metrics server in its own threads, which reloads files at each connection; None if no TLS."""
     if not (files := certificate_files(config)):
         return None
     tls = Tls(replace(files, authority="", client_authority=""), is_server=True, is_logged=False)

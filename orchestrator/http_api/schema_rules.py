@@ -45,7 +45,6 @@ _EMPTY, _ZERO, _ONE, _FALSE, _TRUE = ({"const": value} for value in ("", 0, 1, F
 _TEXT: Schema = {"type": "string"}
 
 _FORM_NAMES = (*FORMS, "structured_outputs")
-_STRUCTURES = ("json", "regex", "choice", "grammar")
 _NO_FORM = _left_out(*_FORM_NAMES)
 _ONE_FORM = _any(*(_left_out(*(each for each in _FORM_NAMES if each != name)) for name in _FORM_NAMES))
 _FREE = _if_given(type={"const": "text"})

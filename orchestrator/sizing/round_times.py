@@ -59,9 +59,7 @@ class WorkerTimes:
     stay_seconds: RecentMedian = field(default_factory=RecentMedian)  # duration for which requests had their slots
     other_rows: RecentMedian = field(default_factory=RecentMedian)  # rows of other sessions in a sweep
     other_trees: RecentMedian = field(default_factory=RecentMedian)
-    foreign: RecentMedian = field(
-        default_factory=RecentMedian
-    )  # those of other orchestrators included, as a lower bound
+    foreign: RecentMedian = field(default_factory=RecentMedian)  # trees of other orchestrators, at least
     # Of a draft worker:
     ratio: RecentMedian = field(default_factory=lambda: RecentMedian(1.0))  # a step's time over the curve's for one row
 

@@ -308,7 +308,8 @@ class SlotPool:
     def _share_out(self, session_id: ScopedId, num_rows: int) -> None:
         """End leases until there is room for a session, of tenants that hold more than its own would with it.
 
-        Only sessions between two turns lose theirs. The tenant that holds most loses first, its oldest use first.
+        Only sessions between two turns lose theirs. The tenant that holds most loses first, its least recently used
+        session first.
         """
         index, tenant, since = self._index, session_id.tenant, self._clock() - TURN_SECONDS
         wanted = num_rows + sum(min(self._step_rows, session.num_growing) for session in index.held)

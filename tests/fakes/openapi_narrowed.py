@@ -26,6 +26,7 @@ def narrow(document: Schema) -> None:
             fields[name] = {"enum": SAMPLES[name]}
         if "tool_choice" in fields and "tools" in fields:  # a function must be one of the tools, of different names
             fields["tool_choice"] = {"enum": ["none", "auto", "required", None]}
+        if "tools" in fields:
             fields["tools"]["anyOf"][0]["maxItems"] = 1
         if "logit_bias" in fields:
             fields["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": "^[1-9][0-9]$"}

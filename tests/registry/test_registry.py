@@ -420,3 +420,11 @@ def test_a_number_that_no_float_holds_makes_a_record_malformed() -> None:
     huge = json.loads(stored)
     huge["sampling"]["temperature"] = 10**400
     assert RequestRecord.from_json(ScopedId("r"), json.dumps(huge).encode(), tokens) is None
+
+
+def test_a_record_holds_ids_as_text() -> None:
+    record = replace(REQUEST, session_id=ScopedId("s::1", "alice"))
+    stored = json.loads(record.to_json())
+    assert stored["session_id"] == "alice::s::1"
+    data = json.dumps(stored).encode()
+    assert RequestRecord.from_json(REQUEST.request_id, data, pack_tokens(REQUEST.tokens)) == record

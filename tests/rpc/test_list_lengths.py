@@ -17,8 +17,8 @@ from bough.pb import generation_pb2 as pb
 from bough.rpc.list_lengths import list_lengths
 from bough.rpc.server import decoded
 from orchestrator import service
-from tests.fakes.stage import MAX_CONTEXT
 
+LONGEST = 20_000  # context
 MOST = 1000  # fields
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 TEXTS = st.lists(st.text(max_size=200), max_size=5)
@@ -89,12 +89,12 @@ def test_no_bytes_hide_entries_and_only_invalid_ones_are_refused(data: bytes) ->
 
 @pytest.mark.parametrize("make", [packed, unpacked])
 def test_a_list_may_be_as_long_as_its_limit_and_no_longer(make: Callable[[int], bytes]) -> None:
-    service.require_lengths(make(MAX_CONTEXT), MAX_CONTEXT)
-    text = f"token_ids: must have at most {MAX_CONTEXT} entries, got {MAX_CONTEXT + 1}"
+    service.require_lengths(make(LONGEST), LONGEST)
+    text = f"token_ids: must have at most {LONGEST} entries, got {LONGEST + 1}"
     with pytest.raises(InvalidRequest, match=text):
-        service.require_lengths(make(MAX_CONTEXT + 1), MAX_CONTEXT)
+        service.require_lengths(make(LONGEST + 1), LONGEST)
     with pytest.raises(InvalidRequest, match=text):
-        service.require_lengths(make(MAX_CONTEXT) + make(1), MAX_CONTEXT)  # protobuf joins them
+        service.require_lengths(make(LONGEST) + make(1), LONGEST)  # protobuf joins them
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_list_may_be_as_long_as_its_limit_and_no_longer(make: Callable[[int], 
 )
 def test_bytes_that_are_no_message_are_refused_as_such(data: bytes) -> None:
     def decode(data: bytes) -> pb.GenerateRequest:
-        service.require_lengths(data, MAX_CONTEXT)
+        service.require_lengths(data, LONGEST)
         return pb.GenerateRequest.FromString(data)
 
     for each in (decode, pb.GenerateRequest.FromString):

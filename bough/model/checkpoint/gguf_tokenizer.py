@@ -165,7 +165,7 @@ def byte_tokenizer(header: GgufHeader) -> dict[str, Any]:
     """The fields of a tokenizer.json for such a file.
 
     Raises:
-    CheckpointError: the way of splitting texts is unknown, or lists are inconsistent.
+        CheckpointError: the way of splitting texts is unknown, or lists are inconsistent.
     """
     from tokenizers import decoders, normalizers
 

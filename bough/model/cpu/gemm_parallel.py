@@ -46,7 +46,7 @@ from bough.model.cpu.work_stealing import shared
 
 PIECES = 8  # of a matrix per thread, for work stealing
 _HAS_FEW = not multiplies_pairs()  # whether few rows have a separate product, with the same bits
-MOST = 8  # numbers of rows that count as few
+MOST = 8  # most rows that count as few
 _SHORTS, _SHORT_WORDS = ir.VectorType(ir.FloatType(), SHORT), ir.VectorType(I32, SHORT)
 _WORD_BYTES, _FLOAT_BYTES = 4, 4
 

@@ -93,7 +93,7 @@ def require_prefix(held: Sequence[int], context_start: int, expected_hash: int) 
     """Check that the first `context_start` of the cached tokens are the caller's.
 
     Raises:
-    PrefixMissing: has the length and hash of the cached tokens.
+        PrefixMissing: has the length and hash of the cached tokens.
     """
     if context_start > len(held) or prefix_hash(held[:context_start]) != expected_hash:
         found = f"{len(held)} tokens" if context_start > len(held) else "other tokens"
