@@ -18,9 +18,9 @@ from bough.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 INDEX_PORT = 6379  # default of index URLs
-PORTS = range(
-    20_000, 32_000
-)  # below those of outgoing connections, which could otherwise take one before its server listens
+# Below those of outgoing connections, which could otherwise take one before its server listens.
+PORTS = range(20_000, 32_000)
+_returned: set[int] = set()  # by `free_port`; their servers may not listen yet
 SocketAddress = tuple[Any, ...]  # of an IPv4 or IPv6 socket
 SourceTowards = Callable[[int, SocketAddress], str]  # (address family, destination) to source address
 
@@ -52,10 +52,11 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port(host: str, wanted: int = 0) -> int:
-    """The port `wanted` if it is free, otherwise one of PORTS; 0 if the host is not this machine's."""
-    chance = SystemRandom()
-    for port in (wanted or chance.choice(PORTS), *chance.sample(PORTS, 8)):
+    """The port `wanted` if it is free, otherwise a new one of PORTS; 0 if the host is not this machine's."""
+    others = [port for port in SystemRandom().sample(PORTS, 16) if port not in _returned]
+    for port in [wanted, *others] if wanted else others:
         with suppress(OSError), bound(host, port):
+            _returned.add(port)
             return port
     return 0
 
