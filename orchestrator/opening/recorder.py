@@ -114,13 +114,13 @@ class Recorder:
             self._forget_if_done(session_id, log)
 
     async def until_written(self, session_id: ScopedId) -> bool:
-        """Wait for a limited time until the newest state is written or has failed; returns whether nothing is left."""
+        """Wait for a limited time until the newest state is written or has failed; returns whether it is written."""
         log = self._logs.get(session_id)
         if log is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(SETTLING_SECONDS):
                     await log.is_settled.wait()
-        return log is None or log.waiting is None
+        return log is None or (log.waiting is None and log.lost is None)
 
     async def prefixes_noted(self) -> None:
         """Wait briefly until the index has the prefixes that sessions have left at targets."""
