@@ -259,7 +259,7 @@ class Target:
                 session, arrived = self._texts.pop(job.call.context.session_id)
                 job.timings = replace(timings, queue_ns=round((began - arrived) * SECOND))  # until the tree's own sweep
                 verdict = session.text.verdict(len(job.text.tokens), job.tree)
-                self._sweeps.answer(job, verdict, share, now, round((now - arrived) * SECOND))
+                self._sweeps.answer(job, verdict, share, arrived, lambda: now)
         self._sweeps.ended(seconds.total, now)
 
 

@@ -78,15 +78,18 @@ class SharedSweeps:
         self.pool.commit(job.session, rows, job.text.tokens[begin : begin + num_context])
         job.swept(num_context, timings, began_ns, share)
 
-    def answer(self, job: VerifyJob, verdict: Verdict, share: SweepShare, now: float, total_ns: int) -> None:
-        """Commit the accepted path, and answer a call whose tree was in a sweep."""
+    def answer(
+        self, job: VerifyJob, verdict: Verdict, share: SweepShare, arrived: float, clock: Callable[[], float]
+    ) -> None:
+        """Commit the accepted path, and answer a call whose tree was in a sweep; it arrived at `arrived` of `clock`."""
         tree, base = job.tree, len(job.text.tokens)
         path = (0, *verdict.accepted_nodes)
         self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
         self.pool.count(len(job.call.context.tokens), job.num_computed)
+        now = clock()  # moving the path's rows takes milliseconds
         self.delay.answered(job.session.session_id, now, job.call.caller)
         self._yield.answered(len(path), expected_tokens(job))
-        self.calls.answer(job, job.result(verdict, share, total_ns))
+        self.calls.answer(job, job.result(verdict, share, round((now - arrived) / NANO)))
 
     def ended(self, seconds: float, now: float) -> None:
         """Note that all calls of a sweep are answered."""
@@ -292,8 +295,8 @@ class SweepEngine:
             self._sweeps.commit(part, swept.timings, began_ns, share)
             if part.has_tree:
                 try:
-                    verdict, total_ns = job.verdict(swept.verdict_on), time.perf_counter_ns() - job.arrived_ns
-                    self._sweeps.answer(job, verdict, share, time.perf_counter(), total_ns)
+                    verdict = job.verdict(swept.verdict_on)
+                    self._sweeps.answer(job, verdict, share, job.arrived_ns * NANO, time.perf_counter)
                 except Exception as exc:  # of one call: the others are answered
                     if not isinstance(exc, BoughError):
                         job.context.run(logger.exception, "a verdict failed")
