@@ -117,9 +117,8 @@ class KV:
         self._model = model
         self._keys = torch.zeros(len(model.layers), capacity, model.num_kv_heads, model.head_dim)
         self._values = torch.zeros_like(self._keys)
-        self._sees = torch.zeros(
-            capacity, capacity, dtype=torch.bool
-        )  # (node, node): whether the first attends to the second
+        # (node, node): whether the first attends to the second.
+        self._sees = torch.zeros(capacity, capacity, dtype=torch.bool)
         self.length = 0  # tokens of the text
         self._num_nodes = 0
 

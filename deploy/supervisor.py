@@ -58,12 +58,8 @@ class Supervisor:
         """
         self.settings, self.host = settings, bare(host)
         # A variable of the node must not change how long `stop` waits.
-        fixed = (
-            "--host",
-            self.host,
-            "--drain-seconds",
-            str(settings.config.drain_seconds),
-        )  # the last of equal flags counts
+        # They come last, as the last of equal flags counts.
+        fixed = ("--host", self.host, "--drain-seconds", str(settings.config.drain_seconds))
         config = parse(self.role.config, self.role.module, [*settings.flags, *fixed], os.environ)
         self._index_url = index.url_for(config)
         config = replace(config, port=config.port or free_port(self.host))

@@ -109,7 +109,7 @@ INTRODUCTION = (
     "For those who want to know how fast bough is, and where it is not: what was measured, with the command to repeat "
     "it. Machines are virtual, with two cores of the named processor, no GPU, and neighbours: compare within a table, "
     'and trust ratios more than speeds. "The demonstration" is SmolLM2-135M-Instruct, block-expanded to 300 layers: '
-    "the text of a small model at the cost of one of 2.1 GB. Nothing has run on a GPU yet. Figures that settled a "
+    "the text of a small model at the cost of one of 2.1 GB. Nothing has run on a GPU yet. Figures behind a "
     "decision are in [decisions](decisions/README.md). `make bench-docs` writes this page from "
     "[docs/benchmarks](benchmarks)."
 )

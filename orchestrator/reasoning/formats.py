@@ -28,10 +28,7 @@ class ReasoningFormat:
 
 THINK = ReasoningFormat("<think>", "</think>")
 BRACKETS = ReasoningFormat("[THINK]", "[/THINK]")
-HARMONY, HARMONY_NAME = (
-    ReasoningFormat("<|channel|>", END),
-    "openai_gptoss",
-)  # messages, by headers
+HARMONY, HARMONY_NAME = ReasoningFormat("<|channel|>", END), "openai_gptoss"  # messages, by headers
 # By the names of vLLM's parsers.
 FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": replace(THINK, is_always_inside=True),

@@ -121,9 +121,7 @@ class HarmonyParser:
         self._name = ""  # of the function that is called
         self._in = _MessagePart.BEGINNING
         self._text = ""  # read, and not returned yet
-        self._gap = dict.fromkeys(
-            (_MessagePart.THOUGHTS, _MessagePart.CONTENT), ""
-        )  # before the next message of a kind
+        self._gap = dict.fromkeys((_MessagePart.THOUGHTS, _MessagePart.CONTENT), "")  # before a kind's next message
         self.has_thoughts = False
         self.is_before_content = True
         if MESSAGE in channels.header:

@@ -65,10 +65,8 @@ class TextStream:
         """A stop text that is complete within the first `min_tokens` tokens is ignored."""
         self._decode = decode
         self._stops = StopTexts(stop)
-        self._num_early, self._includes_stop = (
-            min_tokens,
-            include_stop,
-        )  # tokens before the output may end
+        self._num_early = min_tokens  # tokens before the output may end
+        self._includes_stop = include_stop
         self._window: list[int] = []  # the last tokens; earlier ones no longer affect decoding
         self._num_complete = 0  # tokens of the window that form whole characters, all emitted
         self._num_taken = 0  # characters of the window's text that were emitted

@@ -43,9 +43,8 @@ class NamedCall(CallReader):
         super().__init__()
         self._ends = syntax.end.split()
         self._after_name = syntax.after_name.split()
-        self._expected = (
-            syntax.before_name.split()
-        )  # texts that must come before the next step; blanks may come between
+        # Texts that must come before the next step; blanks may come between.
+        self._expected = syntax.before_name.split()
         self._step: Callable[[str], int | None] = self._read_name
         self._called = ""  # the name, while it is undecided whether this is a call
         self._object = JsonValue("{")

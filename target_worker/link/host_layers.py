@@ -72,9 +72,8 @@ class Ring:
         self._issue(sequence + len(self._slabs))
 
     def restart(self) -> None:
-        wait(
-            [read for reads in self._reads for read in reads if not read.cancel()]
-        )  # until nothing writes to the slabs
+        # Until nothing writes to the slabs.
+        wait([read for reads in self._reads for read in reads if not read.cancel()])
         self._consumed = 0
         self._reads.clear()
         for sequence in range(len(self._slabs)):

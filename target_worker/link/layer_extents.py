@@ -17,10 +17,7 @@ from bough.model.loading.loading import LateWrites, ParameterSlot, can_wait
 from bough.sizing.placement import ExpertSizes, SeparateExperts
 
 ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT requires on all common file systems
-FILE_ALIGNMENT, DEVICE_ALIGNMENT = (
-    8,
-    16,
-)  # usual alignment of tensors in a file; also the fastest for operands of products
+FILE_ALIGNMENT, DEVICE_ALIGNMENT = 8, 16  # usual for tensors in a file; fastest for operands of products
 MAX_GAP_BYTES = 256 * 1024  # reading across a smaller hole is cheaper than a second read
 
 

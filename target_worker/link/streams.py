@@ -58,9 +58,8 @@ class PinnedMemory:
                 error,
             )
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device).add_(
-                    1
-                )  # otherwise CUDA reports the error at the next kernel launch
+                # Otherwise CUDA reports the error at the next kernel launch.
+                torch.zeros(1, device=self._device).add_(1)
 
     def close(self) -> None:
         """Unpin all memory; no copy may be in flight."""

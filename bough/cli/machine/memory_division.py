@@ -193,9 +193,8 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
     size = DTYPE_BYTES.get(config.dtype, AUTO_BYTES)
     quantization = whole.get("quantization_config") or text.get("quantization_config")
     unpacked = 8 * size / _least_bits(quantization, f"{where}.quantization_config")
-    unpacked, largest = (
-        (1.0, unpacked) if config.bits == "4" else (unpacked, 0.0)
-    )  # only the largest matrix is dequantized at a time
+    # Of a packed draft, only the largest matrix is dequantized at a time.
+    unpacked, largest = (1.0, unpacked) if config.bits == "4" else (unpacked, 0.0)
     kept = _kept_layers(checkpoint, int(text.get("num_hidden_layers", 1)))
     weights = sum(
         _bytes_in_memory(place, size, unpacked)
@@ -203,9 +202,8 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
         if (found := LAYER.search(name)) is None or int(found[1]) in kept
     )
     packed = [place for place in checkpoint.tensors.values() if place.dtype not in FLOATS]
-    each = (
-        place.num_bytes // max(1, math.prod(place.shape[:-2])) for place in packed
-    )  # of a stack of experts, one expert at a time
+    # Of a stack of experts, one expert at a time.
+    each = (place.num_bytes // max(1, math.prod(place.shape[:-2])) for place in packed)
     weights += largest * max(each, default=0)
     heads = int(text.get("num_attention_heads") or 1)
     head_dim = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)

@@ -50,9 +50,7 @@ def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None
     try:
         partial.unlink(missing_ok=True)  # a killed process may have left the file, with another mode
         partial.touch()
-        mode = (
-            partial.stat().st_mode
-        )  # the usual mode of a new file; safetensors' files are readable only by their owner
+        mode = partial.stat().st_mode  # of a new file; safetensors' files are readable only by their owner
         write(partial)
         partial.chmod(mode)
         with partial.open("rb") as stream:

@@ -26,10 +26,7 @@ BLOCKS = {  # types of blocks: numbers and bytes of a block
 }  # fmt: skip
 TEXT, LIST = 8, 9  # kinds of fields
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # others
-MOST_LISTED, MOST_AXES = (
-    1 << 16,
-    8,
-)  # limit of axes, and of a list's elements outside the tokenizer; models have far fewer
+MOST_LISTED, MOST_AXES = 1 << 16, 8  # elements of a list outside the tokenizer, and axes; models have far fewer
 ALIGNMENT = 32  # weights begin at multiples of this many bytes, unless general.alignment is set
 OF_SEVERAL = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 

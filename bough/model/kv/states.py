@@ -147,9 +147,7 @@ class SessionStates:
         paths: dict[tuple[int, torch.device], torch.Tensor] = {}  # sent once, as most layers are at one length
         for layer in self._layers.values():
             if rows and rows[0] >= layer.length:
-                before = range(
-                    layer.length, rows[0]
-                )  # rows of earlier paths, which no step has applied to the state yet
+                before = range(layer.length, rows[0])  # rows of earlier paths, not yet applied to the state
                 place = layer.length, layer.memory.device
                 if place not in paths:
                     paths[place] = torch.tensor([*before, *rows], device=place[1]) - layer.length

@@ -55,10 +55,8 @@ def collect(hidden: Any, rows: Any) -> Any:
 def _normalise(block: Any, hidden: Any, weight: Any, epsilon: Any, rows: Any) -> Any:
     """RMS norm (arXiv 1910.07467) of a block."""
     here, normed = hidden[block], np.empty((LINE, LANES), np.float32)
-    even, odd = (
-        all_lanes(np.float32(0)),
-        all_lanes(np.float32(0)),
-    )  # sums of squares: a single one would wait for its own latency
+    # Two sums of squares: a single one would wait for its own latency.
+    even, odd = all_lanes(np.float32(0)), all_lanes(np.float32(0))
     for i in range(0, len(weight), 2):
         first, second = load(here, i), load(here, i + 1)
         even, odd = multiply_add(first, first, even), multiply_add(second, second, odd)

@@ -148,16 +148,16 @@ class PackedTensors:
     def __contains__(self, name: object) -> bool:
         return name in self._remaining
 
-    def take(self, name: str, dtypes: Collection[str], beside: TensorPlace | None = None) -> TensorPlace:
-        """Take another tensor of the weight whose numbers are `beside`.
+    def take(self, name: str, dtypes: Collection[str], numbers: TensorPlace | None = None) -> TensorPlace:
+        """Take a tensor of a weight; `numbers` are the weight's own, or None while they are taken.
 
         Raises:
             CheckpointError: it is missing, or has another dtype.
         """
         place = self._remaining.pop(name, None)
         if place is None:
-            assert beside is not None, "numbers are taken first"
-            raise CheckpointError(f"{beside.file}: tensor {name}, which belongs to {beside.name}, is missing")
+            assert numbers is not None, "numbers are taken first"
+            raise CheckpointError(f"{numbers.file}: tensor {name}, which belongs to {numbers.name}, is missing")
         if place.dtype not in dtypes:
             raise CheckpointError(f"{place.file}: tensor {name} must be {' or '.join(dtypes)}, got {place.dtype}")
         return place

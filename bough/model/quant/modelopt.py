@@ -48,9 +48,8 @@ class ModeloptFormat(WeightFormat):
             return super(ModeloptFormat, cls).found(config, path)
         try:
             fields = json.loads(file.read_bytes())["quantization"]
-            return (
-                (fields, f"{file}: quantization") if fields.get("quant_algo") else None
-            )  # otherwise it quantizes only caches
+            # Without an algorithm it quantizes only caches.
+            return (fields, f"{file}: quantization") if fields.get("quant_algo") else None
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
             raise CheckpointError(f"{file}: must be JSON with an object quantization: {exc!r}") from exc
 
