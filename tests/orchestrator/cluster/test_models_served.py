@@ -110,7 +110,9 @@ async def test_a_request_that_breaks_off_does_not_go_on_with_another_model(fakes
             await asyncio.wait_for(read(client, options), 30)
         await until(lambda: fakes.registry.load_request(ScopedId("r")))  # the index gets it in the background
         # Held until the target's pause is over, after which it is tried once more; or refused before that.
-        with pytest.raises(Unavailable, match=r"no (usable target gives the same tokens|target with this model could be used)"):
+        with pytest.raises(
+            Unavailable, match=r"no (usable target gives the same tokens|target with this model could be used)"
+        ):
             await read(client, replace(options, model="", resume=Resume(0)))
     assert servers["a"][0].calls == []
 
