@@ -14,7 +14,7 @@ the others all sides take turns in random order. bough has part of a repeated pr
 Ends with one JSON line. By regime:
 
 draft_tokens       length of llama.cpp's drafts; `chosen_by`: tokens per second by length, on the other prompts
-tokens_per_second  by side, after the first tokens: median and quartiles over prompts; `overall` includes the prompt
+tokens_per_second  by side, after the first tokens: geometric mean, worst, best; `overall` includes the prompt
 ratio              bough over llama.cpp, paired by prompt: geometric mean, 95 % interval over prompts, worst, best
 equal_texts        whether sides with the same weights gave the same tokens; `differences` has their first difference
 """
@@ -145,9 +145,9 @@ def best_length(rates: Mapping[int, Sequence[float]]) -> int:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = np.percentile(values, (25, 50, 75))
-    return {"median": round(float(middle), 3), "q1": round(float(low), 3), "q3": round(float(high), 3)}
+    """The geometric mean, of which two sides' quotient is their ratio, and the lowest and highest value."""
+    figures = {"geomean": geometric_mean(values), "worst": min(values), "best": max(values)}
+    return {name: round(figure, 3) for name, figure in figures.items()}
 
 
 def first_difference(left: Sequence[int], right: Sequence[int], eos_ids: Collection[int]) -> int | None:

@@ -126,6 +126,7 @@ def _figures(measured: Measured) -> dict[str, Any]:
         "ratio": round(scored.ratio, 3),
         "interval": (round(scored.low, 3), round(scored.high, 3)),
         "best_fixed": scored.best_fixed,
+        "best_fixed_tokens_per_second": round(1 / scored.best_fixed_seconds, 3),
         "plain_ratio": round(scored.plain_ratio, 3),
         "self_tokens_per_second": round(1 / geomean(measured.self_sized), 3),
         "plain_tokens_per_second": round(1 / geomean(measured.plain), 3),

@@ -91,7 +91,7 @@ def regimes() -> tuple[Regime, ...]:
         Regime("network of 50 ms", replace(resident, network=far), (MEDIUM,)),
         Regime("4 sessions", offloaded, (MEDIUM,) * 4),
         Regime("16 sessions", _knee(64, 1.0), (MEDIUM,) * 16),
-        Regime("easy beside hard sessions", offloaded, (EASY, EASY, HARD, HARD)),
+        Regime("easy and hard sessions", offloaded, (EASY, EASY, HARD, HARD)),
         Regime("link three times slower in mid-run", _knee(64, 0.5), (MEDIUM,), Factors(link=3.0)),
         Regime("a processor taken in mid-run", resident, (MEDIUM,), Factors(compute=2.0, draft=1.5)),
         Regime("mixture of experts", _target(offloaded, link_seconds=0.3, experts=experts), (MEDIUM,)),

@@ -20,6 +20,7 @@ class Score(NamedTuple):
     low: float  # end of the 95 % bootstrap interval over these repeats
     high: float
     best_fixed: str  # the best size on the other repeats
+    best_fixed_seconds: float  # its geometric mean over scored repeats
     plain_ratio: float  # seconds of plain decoding over seconds self-sized, over all repeats
 
 
@@ -28,17 +29,19 @@ def score(self_sized: Sequence[float], fixed: Mapping[str, Sequence[float]], pla
 
     Choosing and scoring on the same repeats would overestimate the best of many sizes (the winner's curse).
     """
+    scored: list[float] = []
     logs: list[float] = []
     names = []
     for chosen_on, scored_on in ((0, 1), (1, 0)):
         best = min(fixed, key=lambda name: _mean_log(fixed[name][chosen_on::2]))
         names.append(best)
+        scored += fixed[best][scored_on::2]
         pairs = zip(fixed[best][scored_on::2], self_sized[scored_on::2], strict=True)
         logs += [math.log(theirs / ours) for theirs, ours in pairs]
     low, high = interval(logs)
     plain_logs = [math.log(theirs / ours) for theirs, ours in zip(plain, self_sized, strict=True)]
     best = " / ".join(dict.fromkeys(names))
-    return Score(math.exp(_mean(logs)), low, high, best, math.exp(_mean(plain_logs)))
+    return Score(math.exp(_mean(logs)), low, high, best, geomean(scored), math.exp(_mean(plain_logs)))
 
 
 def interval(logs: Sequence[float], seed: int = 0) -> tuple[float, float]:

@@ -79,8 +79,10 @@ def test_ratios_are_paired_by_prompt_and_come_with_an_interval() -> None:
         ratio([1.0], [0.0], seed=1)
 
 
-def test_spreads_have_quartiles_and_means_are_geometric() -> None:
-    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0}
+def test_a_ratio_is_the_quotient_of_two_sides_geometric_means() -> None:
+    ours, theirs = [1.0, 4.0, 2.0], [0.5, 1.0, 2.0]
+    assert spread(ours) == {"geomean": 2.0, "worst": 1.0, "best": 4.0}
+    assert ratio(ours, theirs, seed=1)["geomean"] == spread(ours)["geomean"] / spread(theirs)["geomean"]
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
 
 
@@ -215,7 +217,7 @@ async def test_lengths_are_chosen_on_some_prompts_and_sides_scored_on_the_others
     assert sorted(sides.asked[7:]) == sorted((side, number) for number in (0, 2) for side in SIDES)
     assert figures["draft_tokens"] == 8
     assert figures["chosen_by"] == {"4": [1.5, 1.5], "8": [2.0, 2.0], "16": [1.2, 1.2]}
-    assert figures["tokens_per_second"]["bough"] == {"median": 4.0, "q1": 4.0, "q3": 4.0}
+    assert figures["tokens_per_second"]["bough"] == {"geomean": 4.0, "worst": 4.0, "best": 4.0}
     assert {name: each["geomean"] for name, each in figures["ratio"].items()} == {
         "with_draft": 2.0,
         "plain": 1.1,

@@ -187,7 +187,8 @@ def test_the_best_size_is_chosen_on_one_half_and_scored_on_the_other() -> None:
     fixed = {"lucky first": [1.0, 4.0, 1.0, 4.0], "lucky second": [4.0, 1.0, 4.0, 1.0], "steady": [2.1, 2.1, 2.1, 2.1]}
     result = score([2.0] * 4, fixed, [8.0] * 4)
     assert result.best_fixed == "lucky first / lucky second"
-    assert result.ratio == pytest.approx(2.0), "each is scored where it was not lucky"
+    assert result.ratio == pytest.approx(2.0), "each is scored on the half where it was not lucky"
+    assert result.best_fixed_seconds == pytest.approx(4.0), "of the same repeats as the ratio"
     assert result.plain_ratio == pytest.approx(4.0)
     honest = score([2.0] * 4, {"a": [3.0] * 4, "b": [1.0] * 4}, [2.0] * 4)
     assert (honest.best_fixed, honest.ratio) == ("b", pytest.approx(0.5))
