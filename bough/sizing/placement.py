@@ -16,6 +16,8 @@ from bough.errors import ConfigError
 MIN_SLABS = 2  # one in use, one being filled
 ENOUGH_SLABS = 0.75  # smallest share of the possible slabs, if each layer then always uses the same slab
 RING_SHARE = 0.25  # of the memory left for layers, if not all fit
+RING_BYTES = 512 * 1000**2  # or RING_LAYERS if more: default size of a ring
+RING_LAYERS = 3  # one computed, one arriving, one arrived; further memory is better used for resident layers
 HOST_SLABS, HOST_RING_BYTES = 3, 512 * 1000**2  # size of the ring from disk to pinned memory, the larger of the two
 STAGED_LAYERS = 2  # layers whose host KV is staged on the accelerator: one in use, one being copied
 CROSSING_SHARE = 0.05  # limit of the crossings' time, as a share of the link's
@@ -167,8 +169,7 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
     room = budgets.device - fixed.total
     if sum(sizes) <= room and num_layers <= budgets.max_resident:
         return Placement((Tier.RESIDENT,) * num_layers, sizes, fixed, 0)
-    least = min(MIN_SLABS, num_layers) * max(sizes)
-    ring = min(budgets.ring, max(least, int(room * RING_SHARE)))
+    least, ring = least_and_ring(sizes, room, budgets.ring)
     if room < least or ring < least:
         flag, have = ("--device-memory", room) if room < least else ("--ring-memory", ring)
         less = "; or use a smaller --kv-memory" if room < least and fixed.kv > least else ""
@@ -183,6 +184,17 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
     host, num_host_slabs = _place_on_host(sizes, streamed, budgets.host - fixed.kept_on_host)
     tiers = (Tier.RESIDENT if i in resident else Tier.HOST if i in host else Tier.DISK for i in range(num_layers))
     return Placement(tuple(tiers), sizes, fixed, _in_step(num_slabs, len(streamed)), num_host_slabs)
+
+
+def default_ring(layer_bytes: Sequence[int]) -> int:
+    """Bytes of the largest ring, if no other is configured."""
+    return max(RING_BYTES, RING_LAYERS * max(layer_bytes))
+
+
+def least_and_ring(layer_bytes: Sequence[int], room: int, most: int) -> tuple[int, int]:
+    """Bytes of the smallest ring that works, and of the ring in `room` bytes for layers; `most` limits the latter."""
+    least = min(MIN_SLABS, len(layer_bytes)) * max(layer_bytes)
+    return least, min(most, max(least, int(room * RING_SHARE)))
 
 
 def _in_step(most: int, num_layers: int) -> int:

@@ -18,13 +18,21 @@ from bough.model.loading.loading import Skeleton
 from bough.model.sizes.target_limits import TargetLimits
 from bough.runtime.kv_budget import LEAST_CONTEXT, context_within, kv_budget
 from bough.runtime.machine import default_budget, free_memory
-from bough.sizing.placement import MIN_SLABS, STAGED_LAYERS, Budgets, Fixed, OtherDevice, Placement, Tier, gigabytes
+from bough.sizing.placement import (
+    MIN_SLABS,
+    STAGED_LAYERS,
+    Budgets,
+    Fixed,
+    OtherDevice,
+    Placement,
+    Tier,
+    default_ring,
+    gigabytes,
+)
 from bough.sizing.row_counts import OWN_MOST
 
 Target = TypeVar("Target", bound=TargetConfig)
 
-RING_BYTES = 512 * 1000**2  # or RING_LAYERS if more: default size of a ring
-RING_LAYERS = 3  # one computed, one arriving, one arrived; further memory is better used for resident layers
 HIDDEN_COPIES = (
     8  # copies of a batch's hidden states at once: residuals, norms, queries, attention output, rotary tables
 )
@@ -196,7 +204,7 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
     return Budgets(
         device=device,
         host=host,
-        ring=settings.ring_memory or max(RING_BYTES, RING_LAYERS * max(layer_bytes)),
+        ring=settings.ring_memory or default_ring(layer_bytes),
         max_resident=len(layer_bytes) if settings.resident_layers < 0 else settings.resident_layers,
     )
 

@@ -1,0 +1,270 @@
+"""Splits a model's layers among the members of a target that spans machines, from sizes and speeds alone.
+
+The first member is the head. A sweep goes through the members one after another, and each reads the layers that do not
+stay in its memory ahead during the whole sweep. So a sweep takes the larger of the sum of all compute times and hops,
+and the longest time that one member's link needs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+from bough.errors import ConfigError
+from bough.sizing.placement import default_ring, gigabytes, least_and_ring
+
+ALIKE = 0.05  # share by which sweep times may differ and still count as equal, as measured speeds vary
+NANO = 1_000_000_000
+
+
+class StageRoom(NamedTuple):
+    """A member of a target, and what it offers."""
+
+    name: str
+    memory_bytes: int  # for layers and their KV: without embeddings, activations and reserves
+    link_bytes_per_second: float  # of layers that do not stay in memory; 0 if it cannot stream
+    layer_seconds: float  # of computing a layer, for the same rows on all members; 0 if not measured
+
+
+class StageLoad(NamedTuple):
+    """What a member holds of its layers, and reads in each sweep."""
+
+    kv_bytes: int
+    resident_bytes: int
+    streamed_bytes: int
+
+
+def split_layers(
+    layer_bytes: Sequence[int],
+    kv_bytes: Sequence[int],
+    rooms: Sequence[StageRoom],
+    hop_seconds: float = 0.0,
+    least_head_layers: int = 1,
+) -> list[range]:
+    """Consecutive layers for each member, at least one, so that a sweep takes the least time.
+
+    Sweep times within ALIKE of the fastest count as equal. Among those splits, the fewest streamed bytes decide; if
+    the split with the fewest bytes of all is slower than that, the least compute time decides before bytes. Last comes
+    balance: the slowest member computes for as short a time as possible, which is what limits two sweeps in flight.
+
+    Method: a run is a range of layers on one member. Dynamic programming over members and their last layers finds the
+    split with the least sum of a cost, among runs within a limit. A first search over limits on link time finds the
+    fastest sweep. A second search over limits on a member's compute time finds the balance.
+
+    Raises:
+        ConfigError: there are more members than layers, or they have too little memory; names --stages.
+    """
+    num_layers = len(layer_bytes)
+    _require_layers(num_layers, rooms, least_head_layers)
+    runs = []
+    for number, (room, layer_seconds) in enumerate(zip(rooms, _layer_seconds(rooms), strict=True)):
+        possible = [*_possible(number, len(rooms), num_layers, least_head_layers)]
+        runs.append([*_runs_of(possible, layer_bytes, kv_bytes, room, layer_seconds)])
+        if not runs[-1]:
+            raise _too_small(possible, layer_bytes, kv_bytes, room)
+    search = _Search(runs, num_layers)
+    hops = round(_hops(rooms, hop_seconds) * NANO)
+    fastest = search.fastest(hops)
+    if fastest == inf:
+        raise _too_small_together(layer_bytes, kv_bytes, rooms)
+    return [range(run.first, run.end) for run in search.best(int(fastest * (1 + ALIKE)), hops)]
+
+
+def sweep_seconds(
+    layer_bytes: Sequence[int],
+    kv_bytes: Sequence[int],
+    rooms: Sequence[StageRoom],
+    split: Sequence[range],
+    hop_seconds: float = 0.0,
+) -> float:
+    """Predicted seconds of a sweep; each member must be able to hold or stream its layers."""
+    compute = sum(len(layers) * each for layers, each in zip(split, _layer_seconds(rooms), strict=True))
+    loads = [stage_load(layer_bytes, kv_bytes, layers, room) for layers, room in zip(split, rooms, strict=True)]
+    links = [_link_seconds(load, room) for load, room in zip(loads, rooms, strict=True) if load is not None]
+    assert len(links) == len(rooms), "a member can neither hold nor stream its layers"
+    return max(compute + _hops(rooms, hop_seconds), *links)
+
+
+def stage_load(layer_bytes: Sequence[int], kv_bytes: Sequence[int], layers: range, room: StageRoom) -> StageLoad | None:
+    """What a member holds and streams of `layers`; None if it can neither hold nor stream them.
+
+    Like `place` it keeps as many layers as fit next to a ring; all are assumed to be as large as the largest.
+    """
+    sizes, kv = layer_bytes[layers.start : layers.stop], sum(kv_bytes[layers.start : layers.stop])
+    total, space = sum(sizes), room.memory_bytes - kv
+    if total <= space:
+        return StageLoad(kv, total, 0)
+    least, ring = least_and_ring(sizes, space, default_ring(sizes))
+    if space < least or not room.link_bytes_per_second:
+        return None
+    largest = max(sizes)
+    num_slabs = min(ring // largest, len(sizes))
+    resident = total * (space // largest - num_slabs) // len(sizes)
+    return StageLoad(kv, resident, total - resident)
+
+
+class _Run(NamedTuple):
+    """Consecutive layers on a member."""
+
+    first: int
+    end: int
+    streamed_bytes: int
+    link: int  # nanoseconds, which add up exactly
+    compute: int  # nanoseconds
+    share: int  # compute, or the number of layers if no speed is known
+
+
+Cost = tuple[int, int]  # sums over runs, in order of importance
+
+
+def _bytes_first(run: _Run) -> Cost:
+    return run.streamed_bytes, run.compute
+
+
+def _compute_first(run: _Run) -> Cost:
+    return run.compute, run.streamed_bytes
+
+
+class _Search:
+    """Finds the best split among the runs that each member can have."""
+
+    def __init__(self, runs: Sequence[Sequence[_Run]], num_layers: int) -> None:
+        self._runs, self._num_layers = runs, num_layers
+
+    def fastest(self, hops: int) -> float:
+        """Nanoseconds of the fastest sweep; infinite if there is no split.
+
+        The least compute time falls as the limit on link times rises, so the best limit is where they meet.
+        """
+
+        def compute(limit: int) -> float:
+            found = self._cheapest(_compute_first, limit)
+            return inf if found is None else _compute(found) + hops
+
+        limits = sorted({run.link for own in self._runs for run in own})
+        meet = bisect_left(limits, True, key=lambda limit: compute(limit) <= limit)
+        return min((max(limit, compute(limit)) for limit in limits[max(0, meet - 1) : meet + 1]), default=inf)
+
+    def best(self, limit: int, hops: int) -> Sequence[_Run]:
+        """The split to use among those whose sweeps take at most `limit` nanoseconds; there must be one."""
+
+        def within(cost: Callable[[_Run], Cost], share: float, most_bytes: float) -> Sequence[_Run] | None:
+            found = self._cheapest(cost, limit, share)
+            if found is None or _compute(found) + hops > limit or _streamed(found) > most_bytes:
+                return None
+            return found
+
+        cost = _bytes_first if within(_bytes_first, inf, inf) else _compute_first
+        found = within(cost, inf, inf)
+        assert found is not None, "no split is as fast as the fastest"
+        streamed = _streamed(found)
+        shares = sorted({run.share for own in self._runs for run in own})
+        least = bisect_left(shares, True, key=lambda share: within(cost, share, streamed) is not None)
+        return within(cost, shares[least], streamed) or found
+
+    def _cheapest(
+        self, cost: Callable[[_Run], Cost], most_link: float, most_share: float = inf
+    ) -> tuple[_Run, ...] | None:
+        """The split of the least total cost from runs within both limits; None if there is none."""
+        best: dict[int, tuple[Cost, tuple[_Run, ...]]] = {0: ((0, 0), ())}  # by the number of layers before
+        for own in self._runs:
+            after: dict[int, tuple[Cost, tuple[_Run, ...]]] = {}
+            for run in own:
+                if run.first not in best or run.link > most_link or run.share > most_share:
+                    continue
+                (first, second), before = best[run.first]
+                added_first, added_second = cost(run)
+                total = first + added_first, second + added_second
+                if run.end not in after or total < after[run.end][0]:
+                    after[run.end] = total, (*before, run)
+            best = after
+        found = best.get(self._num_layers)
+        return None if found is None else found[1]
+
+
+def _possible(number: int, num_members: int, num_layers: int, least_head_layers: int) -> Iterator[range]:
+    """The ranges of layers that a member can have, which leave layers for all others."""
+    least, num_after = (1, num_members - 1 - number) if number else (least_head_layers, num_members - 1)
+    firsts = range(least_head_layers + number - 1, num_layers - num_after) if number else (0,)
+    for first in firsts:
+        ends = range(first + least, num_layers - num_after + 1) if num_after else (num_layers,)
+        yield from (range(first, end) for end in ends)
+
+
+def _runs_of(
+    possible: Sequence[range],
+    layer_bytes: Sequence[int],
+    kv_bytes: Sequence[int],
+    room: StageRoom,
+    layer_seconds: float,
+) -> Iterator[_Run]:
+    """Those of the ranges that a member can hold or stream."""
+    for layers in possible:
+        load = stage_load(layer_bytes, kv_bytes, layers, room)
+        if load is not None:
+            link = round(_link_seconds(load, room) * NANO)
+            compute = round(len(layers) * layer_seconds * NANO)
+            yield _Run(layers.start, layers.stop, load.streamed_bytes, link, compute, compute or len(layers))
+
+
+def _compute(split: Sequence[_Run]) -> int:
+    return sum(run.compute for run in split)
+
+
+def _streamed(split: Sequence[_Run]) -> int:
+    return sum(run.streamed_bytes for run in split)
+
+
+def _link_seconds(load: StageLoad, room: StageRoom) -> float:
+    return load.streamed_bytes / room.link_bytes_per_second if load.streamed_bytes else 0.0
+
+
+def _layer_seconds(rooms: Sequence[StageRoom]) -> list[float]:
+    """Each member's seconds of a layer; those that are not measured are assumed to be as the others' mean."""
+    known = [room.layer_seconds for room in rooms if room.layer_seconds]
+    return [room.layer_seconds or (sum(known) / len(known) if known else 0.0) for room in rooms]
+
+
+def _hops(rooms: Sequence[StageRoom], hop_seconds: float) -> float:
+    """Seconds that hidden states take around the ring of members; one member alone has no ring."""
+    return len(rooms) * hop_seconds if len(rooms) > 1 else 0.0
+
+
+def _require_layers(num_layers: int, rooms: Sequence[StageRoom], least_head_layers: int) -> None:
+    most = num_layers - least_head_layers + 1
+    if len(rooms) > most:
+        raise ConfigError(
+            f"--stages: must be at most {most}, as each has a layer and the head {least_head_layers} of the model's "
+            f"{num_layers}, got {len(rooms)}"
+        )
+
+
+def _too_small(
+    possible: Sequence[range], layer_bytes: Sequence[int], kv_bytes: Sequence[int], room: StageRoom
+) -> ConfigError:
+    """The error that names a member that can have none of its possible ranges."""
+
+    def needed(layers: range) -> int:
+        sizes = layer_bytes[layers.start : layers.stop]
+        least, _ = least_and_ring(sizes, 0, 0)
+        weights = min(sum(sizes), least) if room.link_bytes_per_second else sum(sizes)
+        return weights + sum(kv_bytes[layers.start : layers.stop])
+
+    least, layers = min((needed(layers), len(layers)) for layers in possible)
+    return ConfigError(
+        f"--stages: {room.name} must have at least {gigabytes(least)} for {layers} of the model's layers and their KV, "
+        f"got {gigabytes(room.memory_bytes)}"
+    )
+
+
+def _too_small_together(layer_bytes: Sequence[int], kv_bytes: Sequence[int], rooms: Sequence[StageRoom]) -> ConfigError:
+    given = ", ".join(
+        f"{room.name} with {gigabytes(room.memory_bytes)}{'' if room.link_bytes_per_second else ' that cannot stream'}"
+        for room in rooms
+    )
+    return ConfigError(
+        f"--stages: must have room for {len(layer_bytes)} layers of {gigabytes(sum(layer_bytes))} and "
+        f"{gigabytes(sum(kv_bytes))} of KV, got {given}; add memory or a machine, or use a smaller --kv-memory"
+    )
