@@ -20,8 +20,8 @@ from bough.protocol.generation import WorkerInfo
 from bough.runtime.kv_budget import MOST_BYTES
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of, mixed
-from bough.simulation.law import Law
 from bough.simulation.pair import SimulatedPair
+from bough.simulation.text_model import TextModel
 from bough.simulation.true_text import TrueText, text_seed
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.candidates import Guessing, TemperatureScalings
@@ -37,19 +37,19 @@ ROW_BYTES = 32 * 1024  # KV bytes of a token, as of a 1B model; reported, but ne
 
 
 class Stated(NamedTuple):
-    """The law's answer about some nodes."""
+    """The text model's answer about some nodes."""
 
-    law: Law
+    text_model: TextModel
     paths: NDArray[np.int32]  # (num_nodes, width) tokens from the root to each node
     is_used: NDArray[np.bool_]  # (num_nodes, width) places that are on the path
     text: NDArray[np.int32]  # (width,) the true tokens below the root
 
     def candidates(self, guessing: Guessing, positions: NDArray[np.int32]) -> Candidates:
-        """The law's candidates by rank, independent of temperature and filters; greedy weights at temperature 0."""
+        """Candidates by rank, independent of temperature and filters; greedy weights at temperature 0."""
         is_right = ((self.paths[:, 1:] == self.text[:-1]) | ~self.is_used[:, 1:]).all(axis=1)
         salts, depths = mixed(*np.where(self.is_used, self.paths, 0).T), self.is_used.sum(axis=1) - 1
         seed, true_tokens = text_seed(guessing.params), self.text[depths]
-        stated = self.law.candidates(seed, is_right, positions, salts, depths, true_tokens)
+        stated = self.text_model.candidates(seed, is_right, positions, salts, depths, true_tokens)
         if guessing.is_sample and guessing.params.is_greedy:
             num = min(GREEDY_TOKENS, stated.tokens.shape[1])
             weights = np.broadcast_to(np.log(greedy_weights(num)), (len(positions), num))
@@ -58,7 +58,7 @@ class Stated(NamedTuple):
 
 
 class SimulatedDraft:
-    """Sleeps for a profile's time in each step of all sessions, and answers by the profile's law."""
+    """Sleeps for a profile's time in each step of all sessions, and answers by the profile's text model."""
 
     def __init__(self, pair: SimulatedPair, clock: SimulatedClock, grammars: Grammars) -> None:
         self._pair, self._clock, self._grammars = pair, clock, grammars
@@ -77,18 +77,18 @@ class SimulatedDraft:
         return answers
 
     def _answer(self, part: Stepping) -> Stated:
-        session, wanted, law = part.session, part.wanted, self._pair.law
+        session, wanted, model = part.session, part.wanted, self._pair.text_model
         if wanted is None or not len(wanted.depths):  # no candidates are requested before the context is complete
             nothing = np.zeros((0, 1), np.int32)
-            return Stated(law, nothing, nothing.astype(np.bool_), nothing[:, 0])
+            return Stated(model, nothing, nothing.astype(np.bool_), nothing[:, 0])
         assert session.guessing is not None, "a call has requested candidates"
         params, prompt_length = session.guessing.params, session.guessing.prompt_length
         paths, is_used = session.explored.path_tokens(wanted), session.path_positions(wanted) >= 0
         root, text = int(paths[0, 0]), self._texts.get(session)
         if text is None or not text.is_below(session.tokens, root, params):
             session.allowed = allowed = self._grammars.along(params.grammar, session.allowed, session.cache_salt)
-            text = self._texts[session] = TrueText(law, params, session.tokens, root, prompt_length, allowed)
-        return Stated(law, paths, is_used, np.array([text[place] for place in range(paths.shape[1])], np.int32))
+            text = self._texts[session] = TrueText(model, params, session.tokens, root, prompt_length, allowed)
+        return Stated(model, paths, is_used, np.array([text[place] for place in range(paths.shape[1])], np.int32))
 
 
 class SimulatedDraftWorker(ServedDraft):

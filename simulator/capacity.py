@@ -15,8 +15,8 @@ import numpy as np
 from bough.errors import ConfigError
 from bough.protocol.generation import Speculation
 from bough.protocol.ids import ScopedId
-from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
 from bough.simulation.profile import DraftProfile, NetworkProfile, Profile, TargetProfile
+from bough.simulation.text_model import FIRST_WORD, NUM_WORDS, TextModel
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
 from orchestrator.sizing.tree_sizer import TreeSizer
@@ -120,9 +120,9 @@ class _Simulation:
         if self._scenario.requests_each:
             kind = kinds[self._num_asked % len(kinds)]
         self._num_asked += 1
-        law = Law(kind.acceptance or self._scenario.profile.acceptance, FIRST_WORD, NUM_WORDS)
+        model = TextModel(kind.acceptance or self._scenario.profile.acceptance, FIRST_WORD, NUM_WORDS)
         num_tokens = max(1, round(share * kind.output_tokens))
-        return Session(ScopedId(str(self._num_asked)), PooledText(law, self._random), kind.prompt_tokens, num_tokens)
+        return Session(ScopedId(str(self._num_asked)), PooledText(model, self._random), kind.prompt_tokens, num_tokens)
 
     def _count_round(self, tree: Tree, num_tokens: int) -> None:
         measured = self._measured

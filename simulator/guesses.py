@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.protocol.messages import Verdict
-from bough.simulation.law import Law
+from bough.simulation.text_model import TextModel
 from bough.trees.tree import Tree, along_paths
 from bough.trees.tree_plan import BestFirst
 from draft_worker.growth.grower import BestFirstGrower, Candidates
@@ -60,14 +60,14 @@ def _grown(
     return grower, tuple(rows)
 
 
-class LawText:
-    """A text that is a function of law and seed, independent of guesses."""
+class SeededText:
+    """A text that is a function of model and seed, independent of guesses."""
 
-    def __init__(self, law: Law, seed: int) -> None:
-        self._law, self._seed = law, seed
+    def __init__(self, model: TextModel, seed: int) -> None:
+        self._model, self._seed = model, seed
 
     def root(self, position: int) -> int:
-        return int(self._law.truth(self._seed, np.array([position]))[0])
+        return int(self._model.truth(self._seed, np.array([position]))[0])
 
     def grow(self, position: int, growth: BestFirst) -> Grown:
         is_true, salts = [True], [0]
@@ -75,7 +75,7 @@ class LawText:
         def candidates(grower: BestFirstGrower, frontier: Nodes) -> Candidates:
             tree = grower.tree
             new = range(len(is_true), tree.num_nodes)
-            truth = self._law.truth(self._seed, position + tree.depths[new.start : new.stop]).tolist() if new else []
+            truth = self._model.truth(self._seed, position + tree.depths[new.start : new.stop]).tolist() if new else []
             for node, true_token in zip(new, truth, strict=True):
                 parent, token = int(tree.parents[node]), int(tree.tokens[node])
                 is_true.append(is_true[parent] and token == true_token)
@@ -83,7 +83,7 @@ class LawText:
             depths = tree.depths[frontier]
             on_path = np.array([is_true[node] for node in frontier])
             own = np.array([salts[node] for node in frontier], np.uint64)
-            said = self._law.candidates(self._seed, on_path, position + depths + 1, own, depths)
+            said = self._model.candidates(self._seed, on_path, position + depths + 1, own, depths)
             return Candidates(said.tokens, said.log_probs)
 
         grower, rows = _grown(self.root(position), growth, candidates)
@@ -118,19 +118,19 @@ class PooledText:
     siblings; the true ones are drawn whenever a tree is used.
     """
 
-    def __init__(self, law: Law, random: Random) -> None:
-        self._law, self._random = law, random
+    def __init__(self, model: TextModel, random: Random) -> None:
+        self._model, self._random = model, random
         self._chances: _Chances | None = None
 
     def root(self, position: int) -> int:
         return 0
 
     def grow(self, position: int, growth: BestFirst) -> Grown:
-        acceptance, growth = self._law.acceptance, _rounded(growth)
+        acceptance, growth = self._model.acceptance, _rounded(growth)
         step = max(1, acceptance.over_positions // DRIFT_STEPS)
         place = min(position, acceptance.over_positions) // step * step if acceptance.last_rows else 0
         number = self._random.randrange(max(LEAST_POOLED, min(MOST_POOLED, POOLED_NODES // growth.budget)))
-        grown, self._chances = _pooled(self._law, place, growth, number)
+        grown, self._chances = _pooled(self._model, place, growth, number)
         return grown
 
     def verdict(self, position: int, tree: Tree) -> Verdict:
@@ -141,7 +141,7 @@ class PooledText:
 
 
 @lru_cache(MOST_TREES)
-def _pooled(law: Law, position: int, growth: BestFirst, number: int) -> tuple[Grown, _Chances]:
+def _pooled(model: TextModel, position: int, growth: BestFirst, number: int) -> tuple[Grown, _Chances]:
     """One of the trees grown this way below a root at this position, the same in every process."""
     levels = np.random.default_rng(number)
     probs = np.zeros(1 + growth.depth * growth.budget)
@@ -149,7 +149,7 @@ def _pooled(law: Law, position: int, growth: BestFirst, number: int) -> tuple[Gr
     def candidates(grower: BestFirstGrower, frontier: Nodes) -> Candidates:
         depths = grower.tree.depths[frontier]
         keys = levels.integers(0, 2**64, len(frontier), np.uint64)
-        true_probs, stated = law.chances(keys, position + depths + 1, depths)
+        true_probs, stated = model.chances(keys, position + depths + 1, depths)
         expanded.append((grower.tree.num_nodes, frontier, true_probs))
         return Candidates(np.broadcast_to(np.arange(stated.shape[1], dtype=np.int32), stated.shape), stated)
 
@@ -167,11 +167,11 @@ def _pooled(law: Law, position: int, growth: BestFirst, number: int) -> tuple[Gr
     return Grown(grower.finished(), rows), chances
 
 
-def expected_tokens(law: Law, growth: BestFirst) -> float:
+def expected_tokens(model: TextModel, growth: BestFirst) -> float:
     """Mean tokens of a round with such a tree, bonus token included; over some trees, but all outcomes."""
     tokens = []
     for number in range(LEAST_POOLED):
-        grown, chances = _pooled(law, 0, growth, number)
+        grown, chances = _pooled(model, 0, growth, number)
         probs = chances.probs[grown.tree.tokens]
         probs[0] = 1.0
         tokens.append(float(along_paths(np.multiply, probs, grown.tree.ancestors()).sum()))

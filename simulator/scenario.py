@@ -7,7 +7,7 @@ from math import isclose
 from typing import Any, NamedTuple
 
 from bough.errors import ConfigError
-from bough.simulation.acceptance_law import AcceptanceLaw
+from bough.simulation.acceptance_model import AcceptanceModel
 from bough.simulation.profile import Profile
 from bough.trees.tree_plan import BestFirst
 
@@ -28,7 +28,7 @@ class RequestKind(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     weight: float = 1.0
-    acceptance: AcceptanceLaw | None = None  # None is the profile's
+    acceptance: AcceptanceModel | None = None  # None is the profile's
 
     @property
     def total_tokens(self) -> int:

@@ -21,10 +21,10 @@ from bough.protocol.messages import Timings, Verdict
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of
-from bough.simulation.law import Law
 from bough.simulation.pair import SimulatedPair
 from bough.simulation.profile import ROW_BYTES
 from bough.simulation.reading import refusal
+from bough.simulation.text_model import TextModel
 from bough.simulation.true_text import TrueText, text_seed
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import LEAST_SECONDS, SweepTimes
@@ -68,7 +68,7 @@ class SimulatedSweeper:
         def verdict_on(job: VerifyJob) -> Verdict:
             grammar, salt = job.call.sampling.grammar, job.call.context.cache_salt
             job.session.allowed = allowed = self._grammars.along(grammar, job.session.allowed, salt)
-            return verdict_by(self._pair.law, job, allowed)
+            return verdict_by(self._pair.text_model, job, allowed)
 
         return Swept(timings, verdict_on)
 
@@ -82,7 +82,7 @@ class SimulatedSweeper:
         return SweepTimes(self.rows.step, most_rows, curve, target.link_bytes(1), link, target.volume())
 
 
-def verdict_by(law: Law, job: VerifyJob, allowed: AllowedTokens | None = None) -> Verdict:
+def verdict_by(model: TextModel, job: VerifyJob, allowed: AllowedTokens | None = None) -> Verdict:
     """Accept the true text as far as the tree contains it, with the next token as bonus."""
     call, tree = job.call, job.tree
     if call.is_given:
@@ -90,26 +90,26 @@ def verdict_by(law: Law, job: VerifyJob, allowed: AllowedTokens | None = None) -
             "prompt_logprobs", "must be left out, as simulated workers know no probabilities of a prompt"
         )
     root, prompt_length = int(tree.tokens[0]), call.context.prompt_length
-    text = TrueText(law, call.sampling, job.text.tokens, root, prompt_length, allowed)
+    text = TrueText(model, call.sampling, job.text.tokens, root, prompt_length, allowed)
     verdict = walk(tree, lambda path: text[len(path) - 1])
     if call.sampling.logprobs is None:
         return verdict
     seed, first = text_seed(call.sampling), call.context.base_length + 1  # position of the token after the root
     num_top, places = call.sampling.logprobs, range(len(verdict.accepted_nodes) + 1)
-    logprobs = tuple(position_logprobs(law, seed, first + place, text[place], num_top) for place in places)
+    logprobs = tuple(position_logprobs(model, seed, first + place, text[place], num_top) for place in places)
     return verdict._replace(logprobs=logprobs)
 
 
-def position_logprobs(law: Law, seed: int, position: int, token: int, num_top: int) -> PositionLogprobs:
+def position_logprobs(model: TextModel, seed: int, position: int, token: int, num_top: int) -> PositionLogprobs:
     """Log-probabilities of the true token at a position and of the `num_top` likeliest; all are finite.
 
     Tokens that the draft does not propose share the remaining probability equally.
     """
     here = np.array([position])
     true_tokens = np.array([token], np.int32)
-    (tokens,), (stated,) = law.candidates(seed, np.array([True]), here, true_tokens=true_tokens)
+    (tokens,), (stated,) = model.candidates(seed, np.array([True]), here, true_tokens=true_tokens)
     named = {int(each): float(log_prob) for each, log_prob in zip(tokens, stated, strict=True)}
-    rest = max(1.0 - float(np.exp(stated.astype(np.float64)).sum()), 1e-9) / (law.num_words - law.num_ranks)
+    rest = max(1.0 - float(np.exp(stated.astype(np.float64)).sum()), 1e-9) / (model.num_words - model.num_ranks)
     best = sorted(named.items(), key=lambda item: -item[1])[:num_top]
     top = tuple(TokenLogprob(each, log_prob) for each, log_prob in best)
     return PositionLogprobs(TokenLogprob(token, named.get(token, float(np.log(rest)))), top)

@@ -235,7 +235,7 @@ def test_simulated_workers_need_neither_torch_nor_grpc() -> None:
     for path in python_files("bough/simulation"):
         assert not tops(path) & (TORCH | {"redis", "grpc"}), path
         assert "simpy" not in tops(path), path
-    modules = (f"bough.simulation.{name}" for name in ("law", "profile", "tokenizer"))
+    modules = (f"bough.simulation.{name}" for name in ("text_model", "profile", "tokenizer"))
     assert not loaded_by(*modules) & (TORCH | {"redis", "grpc"})
 
 

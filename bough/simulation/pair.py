@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
 from bough.simulation.profile import Profile, load_profile
+from bough.simulation.text_model import FIRST_WORD, NUM_WORDS, TextModel
 from bough.simulation.tokenizer import END_TOKEN, simulated_tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 
@@ -20,14 +20,14 @@ class SimulatedPair(NamedTuple):
 
     name: str  # of the profile, or of its file without extension
     profile: Profile
-    law: Law
+    text_model: TextModel
     tokenizer: TokenizerFiles
 
     @property
     def fingerprint(self) -> str:
         """Equal for targets that simulate the same model and machine, independent of events and failures."""
         calm = replace(self.profile, source="", events=(), failures=(), clock_scale=1.0)
-        content = f"{calm!r} {self.law!r} {self.tokenizer.fingerprint}"
+        content = f"{calm!r} {self.text_model!r} {self.tokenizer.fingerprint}"
         return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
     @property
@@ -57,5 +57,5 @@ def simulated_pair(name: str) -> SimulatedPair:
         ConfigError: it is neither, or a field is invalid.
     """
     profile = load_profile(name)
-    law = Law(profile.acceptance, FIRST_WORD, NUM_WORDS, END_TOKEN, END_RATE)
-    return SimulatedPair(Path(name).stem, profile, law, simulated_tokenizer())
+    text_model = TextModel(profile.acceptance, FIRST_WORD, NUM_WORDS, END_TOKEN, END_RATE)
+    return SimulatedPair(Path(name).stem, profile, text_model, simulated_tokenizer())

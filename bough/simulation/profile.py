@@ -17,7 +17,7 @@ from pydantic import Field, PlainValidator
 
 from bough.errors import ConfigError
 from bough.protocol.cost_curve import CostCurve
-from bough.simulation.acceptance_law import AcceptanceLaw, read_acceptance_law
+from bough.simulation.acceptance_model import AcceptanceModel, read_acceptance_model
 from bough.simulation.reading import Count, Curve, Number, Positive, as_written, read_text, refusal
 from bough.sizing.sweep_times import expert_volume
 
@@ -198,7 +198,7 @@ class Profile:
     source: Annotated[str, Field(min_length=1)]  # how the numbers were measured or derived
     target: TargetProfile
     draft: DraftProfile
-    acceptance: Annotated[AcceptanceLaw, PlainValidator(read_acceptance_law)]
+    acceptance: Annotated[AcceptanceModel, PlainValidator(read_acceptance_model)]
     network: NetworkProfile = NetworkProfile()
     events: tuple[Event, ...] = ()
     failures: tuple[Failure, ...] = ()

@@ -7,7 +7,7 @@ from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bough.simulation.law import NUM_BYTES
+from bough.simulation.text_model import NUM_BYTES
 from bough.tokenization.vocabulary import TokenizerFiles
 
 SYLLABLES = ("ka", "lo", "mi", "ne", "ru", "sa", "to", "vi")

@@ -1,4 +1,4 @@
-"""The target's text below a root: the law's, or tokens that the request's grammar allows.
+"""The target's text below a root: the text model's, or tokens that the request's grammar allows.
 
 A token is a function of seed, position and the allowed tokens there, which follow from the earlier tokens. So it is the
 same with any tree and at any worker, and a draft knows it as well as the target does.
@@ -17,7 +17,7 @@ from bough.errors import InvalidRequest
 from bough.grammar.allowed_tokens import AllowedTokens
 from bough.protocol.sampling_params import SamplingParams
 from bough.simulation.hashing import mixed, uniforms
-from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
+from bough.simulation.text_model import FIRST_WORD, NUM_WORDS, TextModel
 from bough.simulation.tokenizer import END_TOKEN, byte_token
 
 AHEAD = 16  # tokens of a text without a grammar that are computed together
@@ -71,7 +71,7 @@ class TrueText:
 
     def __init__(
         self,
-        law: Law,
+        model: TextModel,
         sampling: SamplingParams,
         held: Sequence[int],
         root: int,
@@ -82,7 +82,7 @@ class TrueText:
 
         Raises InvalidRequest if the output so far does not follow the grammar.
         """
-        self._law, self._seed, self._allowed = law, text_seed(sampling), allowed
+        self._model, self._seed, self._allowed = model, text_seed(sampling), allowed
         self._place = [*held, root], sampling
         self._first = len(held) + 1  # position after the root
         self._prompt_length = prompt_length
@@ -98,12 +98,12 @@ class TrueText:
     def __getitem__(self, index: int) -> int:
         """The token at this offset from the first one below the root."""
         while len(self._tokens) <= index:
-            self._tokens += self._law_text() if self._allowed is None else [self._next_allowed(self._allowed)]
+            self._tokens += self._model_text() if self._allowed is None else [self._next_allowed(self._allowed)]
         return self._tokens[index]
 
-    def _law_text(self) -> list[int]:
+    def _model_text(self) -> list[int]:
         begin = self._first + len(self._tokens)
-        following: list[int] = self._law.truth(self._seed, np.arange(begin, begin + AHEAD)).tolist()
+        following: list[int] = self._model.truth(self._seed, np.arange(begin, begin + AHEAD)).tolist()
         return following
 
     def _next_allowed(self, allowed: AllowedTokens) -> int:
@@ -112,17 +112,19 @@ class TrueText:
         if following is None or not following.any():
             raise InvalidRequest("constraint", "must allow the output so far, and a token after it")
         last = path[-1] if path else -1
-        return allowed_token(self._law, self._seed, position, following, last, position - self._prompt_length)
+        return allowed_token(self._model, self._seed, position, following, last, position - self._prompt_length)
 
 
-def allowed_token(law: Law, seed: int, position: int, following: NDArray[np.bool_], last: int, num_before: int) -> int:
+def allowed_token(
+    model: TextModel, seed: int, position: int, following: NDArray[np.bool_], last: int, num_before: int
+) -> int:
     """The true token at a position among the allowed ones (vocab_size,), after `num_before` tokens of output.
 
-    It is the law's if that is allowed, but open structures are closed before long. `last` is the token before it; it
+    It is the model's if that is allowed, but open structures are closed before long. `last` is the token before it; it
     prevents empty strings.
     """
     here = np.array([position])
-    if following[FREE].all() and following[token := int(law.truth(seed, here)[0])]:
+    if following[FREE].all() and following[token := int(model.truth(seed, here)[0])]:
         return token
     # A colon is text, or only blanks are allowed besides it.
     closings, tiers = (CLOSINGS_IN_STRINGS, TIERS_IN_STRINGS) if following[COLON] else (CLOSINGS, TIERS)
@@ -133,7 +135,7 @@ def allowed_token(law: Law, seed: int, position: int, following: NDArray[np.bool
         if uniforms(mixed(_CLOSE, seed, here))[0] < rate:
             return closing.token
         others[closing.token] = False
-    if others[word := int(law.words(seed, here)[0])]:
+    if others[word := int(model.words(seed, here)[0])]:
         return word
     for tier in tiers[1:] if num_before >= LONG else tiers:
         if len(choices := np.flatnonzero(others[: len(tier)] & tier)):

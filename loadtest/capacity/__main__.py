@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError
-from bough.simulation.acceptance_law import LLAMA_3_CNN, AcceptanceLaw
+from bough.simulation.acceptance_model import LLAMA_3_CNN, AcceptanceModel
 from bough.simulation.profile import Profile, load_profile
 from bough.trees.acceptance import smoothed
 from bough.trees.optimal_tree import best_shape, expected_tokens
@@ -36,7 +36,7 @@ from loadtest.sessions.rounds_file import read_runs
 from simulator.capacity import simulate
 from simulator.scenario import RequestKind, Scenario, of_size
 
-VECTOR = AcceptanceLaw("by_rank", (LLAMA_3_CNN,))  # the same at all positions, for static trees
+VECTOR = AcceptanceModel("by_rank", (LLAMA_3_CNN,))  # the same at all positions, for static trees
 REQUEST = RequestKind(128, 512)
 
 
@@ -74,9 +74,9 @@ def depth_of(nodes: int) -> int:
     return best_shape(smoothed(VECTOR.acceptance()), nodes, nodes).depth
 
 
-def tokens_of(law: AcceptanceLaw, nodes: int, depth: int) -> float:
+def tokens_of(model: AcceptanceModel, nodes: int, depth: int) -> float:
     """Expected tokens of a round by the best tree of this size where all positions are alike."""
-    acceptance = smoothed(law.acceptance())
+    acceptance = smoothed(model.acceptance())
     return expected_tokens(best_shape(acceptance, nodes, depth + 1), acceptance)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from bough.errors import ConfigError
-from bough.simulation.acceptance_law import AcceptanceLaw
-from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
+from bough.simulation.acceptance_model import AcceptanceModel
 from bough.simulation.profile import DraftProfile, NetworkProfile, Profile, TargetProfile
+from bough.simulation.text_model import FIRST_WORD, NUM_WORDS, TextModel
 from bough.trees.tree_plan import BestFirst
 from loadtest.sessions.rounds_file import RoundRecord, RunRecord, StreamRecord
 from simulator.capacity import simulate
@@ -59,7 +59,9 @@ def fit(runs: Sequence[RunRecord], prior: Profile) -> Fitted:
     by_prompt = {number: [each for each in streams if each.prompt == number] for number in {s.prompt for s in streams}}
     tokens = {number: _tokens_of_rounds(own, size) for number, own in by_prompt.items()}
     kinds = {
-        number: RequestKind(_context(own[0]), own[0].num_tokens, acceptance=law_with(prior.acceptance, size, mean))
+        number: RequestKind(
+            _context(own[0]), own[0].num_tokens, acceptance=acceptance_with(prior.acceptance, size, mean)
+        )
         for number, own, mean in ((number, by_prompt[number], tokens[number]) for number in sorted(by_prompt))
     }
     return Fitted(profile, kinds, size)
@@ -145,23 +147,23 @@ def _tokens_of_rounds(own: Sequence[StreamRecord], size: BestFirst) -> float:
     return statistics.mean(whole) if whole else 1.0
 
 
-def law_with(prior: AcceptanceLaw, size: BestFirst, tokens: float) -> AcceptanceLaw:
+def acceptance_with(prior: AcceptanceModel, size: BestFirst, tokens: float) -> AcceptanceModel:
     """The prior with the first rank for which rounds of this size yield the given tokens, found by bisection.
 
     Later ranks share the remaining probability as in the prior.
     """
     first, rest = prior.rows[0][0], prior.rows[0][1:]
 
-    def law(prob: float) -> AcceptanceLaw:
+    def with_first(prob: float) -> AcceptanceModel:
         scale = (1 - prob) / (1 - first) if first < 1 else 0.0
         return replace(prior, rows=((prob, *(min(prob, other * scale) for other in rest)),))
 
     low, high = 0.01, 0.99
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        guesses = Law(law(middle), FIRST_WORD, NUM_WORDS)
+        guesses = TextModel(with_first(middle), FIRST_WORD, NUM_WORDS)
         low, high = (middle, high) if expected_tokens(guesses, size) < tokens else (low, middle)
-    return law((low + high) / 2)
+    return with_first((low + high) / 2)
 
 
 def compare(runs: Sequence[RunRecord], fitted: Fitted, gather: float, *, is_sized: bool) -> dict[str, Any]:

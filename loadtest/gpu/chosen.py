@@ -16,7 +16,7 @@ from bough.config.processes import OrchestratorConfig
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Speculation
 from bough.protocol.ids import ScopedId
-from bough.simulation.acceptance_law import PUBLISHED, AcceptanceLaw
+from bough.simulation.acceptance_model import PUBLISHED, AcceptanceModel
 from bough.simulation.profile import DraftProfile, Profile, TargetProfile
 from bough.sizing.row_counts import RowCounts
 from bough.trees.tree import Tree
@@ -140,5 +140,5 @@ def _profile(swept: Mapping[int, SweepSeconds], rows: RowCounts, step_seconds: f
         row_step=rows.step,
         max_nodes=max(swept),
     )
-    law = AcceptanceLaw("by_rank", (PUBLISHED[ACCEPTANCE],))
-    return Profile("measured by loadtest.gpu", target, DraftProfile(base_seconds=step_seconds), law)
+    acceptance = AcceptanceModel("by_rank", (PUBLISHED[ACCEPTANCE],))
+    return Profile("measured by loadtest.gpu", target, DraftProfile(base_seconds=step_seconds), acceptance)

@@ -6,26 +6,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bough.protocol.ids import ScopedId
-from bough.simulation.acceptance_law import AcceptanceLaw
-from bough.simulation.law import Law
+from bough.simulation.acceptance_model import AcceptanceModel
 from bough.simulation.profile import UNCHANGED, Experts, Factors, NetworkProfile, Profile, TargetProfile, load_profile
-from simulator.guesses import LawText
+from bough.simulation.text_model import TextModel
+from simulator.guesses import SeededText
 from simulator.world import Session
 
 NUM_WORDS, FIRST_WORD = 400, 10
 PROMPT_TOKENS = 32
-GOOD = AcceptanceLaw("by_rank", (load_profile("l40-70b-16bit").acceptance.rows[0],), spread=0.5)
+GOOD = AcceptanceModel("by_rank", (load_profile("l40-70b-16bit").acceptance.rows[0],), spread=0.5)
 MEDIUM = load_profile("two-cores").acceptance
 # A draft that is right for a third of the tokens, and overconfident.
-WEAK = AcceptanceLaw("by_rank", ((0.35, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01),), spread=0.3, overconfidence=1.5)
-HOSTILE = AcceptanceLaw("hostile", ((0.0,) * 8,))
-EASY = AcceptanceLaw("by_rank", ((0.92, 0.03, 0.01, 0.005),), spread=0.3)
-HARD = AcceptanceLaw("by_rank", ((0.3, 0.1, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01),), spread=0.3)
+WEAK = AcceptanceModel("by_rank", ((0.35, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01),), spread=0.3, overconfidence=1.5)
+HOSTILE = AcceptanceModel("hostile", ((0.0,) * 8,))
+EASY = AcceptanceModel("by_rank", ((0.92, 0.03, 0.01, 0.005),), spread=0.3)
+HARD = AcceptanceModel("by_rank", ((0.3, 0.1, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01),), spread=0.3)
 
 
-def session_of(name: str, seed: int, law: AcceptanceLaw, num_tokens: int) -> Session:
+def session_of(name: str, seed: int, acceptance: AcceptanceModel, num_tokens: int) -> Session:
     """A session with its own text, which does not depend on guesses."""
-    return Session(ScopedId(name), LawText(Law(law, FIRST_WORD, NUM_WORDS), seed), PROMPT_TOKENS, num_tokens)
+    return Session(
+        ScopedId(name), SeededText(TextModel(acceptance, FIRST_WORD, NUM_WORDS), seed), PROMPT_TOKENS, num_tokens
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +36,19 @@ class Regime:
 
     name: str
     profile: Profile
-    laws: tuple[AcceptanceLaw, ...]  # of its concurrent sessions
+    acceptances: tuple[AcceptanceModel, ...]  # of its concurrent sessions
     change: Factors = UNCHANGED  # applied once half of all tokens are generated
 
     @property
     def most_nodes(self) -> int:
         """The largest size of the grid: with many sessions, larger trees would overfill a shared sweep."""
-        return 1 << 30 if len(self.laws) == 1 else 64
+        return 1 << 30 if len(self.acceptances) == 1 else 64
 
     def samples(self, seed: int, num_tokens: int) -> list[Session]:
         """The sessions' texts of one repeat, from a seed."""
         return [
-            session_of(f"{seed}-{index}", seed * 1000 + index, law, num_tokens) for index, law in enumerate(self.laws)
+            session_of(f"{seed}-{index}", seed * 1000 + index, each, num_tokens)
+            for index, each in enumerate(self.acceptances)
         ]
 
     def factors(self, num_tokens_at: Callable[[], int], num_tokens: int) -> Callable[[], Factors]:

@@ -76,7 +76,7 @@ def seconds_of(
     totals = []
     for repeat in repeats or range(scale.repeats):
         world = World(regime.profile, sizer, speculation, repeat)
-        num_tokens = scale.num_tokens * len(regime.laws)
+        num_tokens = scale.num_tokens * len(regime.acceptances)
         world.factors = regime.factors(lambda world=world: world.num_tokens, num_tokens)  # type: ignore[misc]
         totals.append(sum(world.run(regime.samples(repeat, scale.num_tokens)).values()))
     return totals

@@ -45,7 +45,7 @@ VOCAB, MAX_CONTEXT, MAX_NODES = 262, 512, 32
 WORDS = ("a", "b", "try ", "é", "木", "🌳")  # no two have a byte in common
 
 
-class Law:
+class FakeText:
     """The text of fake targets: a pseudo-random sequence of words.
 
     A word has one to four tokens, some of which are a character only together. Words repeat, so that prompt lookup
@@ -80,7 +80,7 @@ class FakeWorker:
         self.worker_id, self.tokenizer, self.fingerprint = worker_id, tokenizer, fingerprint
         self.arithmetic, self.model_name, self.weights_hash = "", "fake", ""
         self.max_nodes = MAX_NODES
-        self.law = Law(Tokenizer(tokenizer))
+        self.text = FakeText(Tokenizer(tokenizer))
         self.held: dict[str, list[int]] = {}
         self.released: list[str] = []
 
@@ -143,7 +143,7 @@ class FakeTarget(FakeWorker):
         self.calls.append(call)
 
         def draw(path: Sequence[int]) -> int:
-            return self.law.next_token([*tokens, *(int(call.tree.tokens[node]) for node in path)], call.sampling.seed)
+            return self.text.next_token([*tokens, *(int(call.tree.tokens[node]) for node in path)], call.sampling.seed)
 
         verdict = walk(call.tree, draw)
         if call.is_given:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.grammar.allowed_tokens import Grammars
 from bough.processes.launch import Settings
-from bough.simulation.acceptance_law import AcceptanceLaw
+from bough.simulation.acceptance_model import AcceptanceModel
 from bough.simulation.clock import SimulatedClock
-from bough.simulation.law import Law
 from bough.simulation.pair import SimulatedPair, simulated_pair
+from bough.simulation.text_model import TextModel
 from bough.trees.acceptance import smoothed
 from bough.trees.optimal_tree import best_shape, expected_tokens
 
@@ -57,7 +57,7 @@ def grammars_of(pair: SimulatedPair) -> Grammars:
 
 def text_of(pair: SimulatedPair, seed: int, begin: int, num: int) -> list[int]:
     """The `num` tokens from the absolute position `begin`."""
-    return [int(token) for token in pair.law.truth(seed, np.arange(begin, begin + num))]
+    return [int(token) for token in pair.text_model.truth(seed, np.arange(begin, begin + num))]
 
 
 class TurnedClock(SimulatedClock):
@@ -72,15 +72,15 @@ class TurnedClock(SimulatedClock):
         self.real_now += seconds
 
 
-def expected_tokens_of(law: AcceptanceLaw, nodes: int, levels: int) -> float:
+def expected_tokens_of(model: AcceptanceModel, nodes: int, levels: int) -> float:
     """Expected tokens of the best fixed shape, the bonus token included; with `spread`, best-first trees have more."""
-    acceptance = smoothed(law.acceptance())
+    acceptance = smoothed(model.acceptance())
     shape = best_shape(acceptance, nodes, levels)
     return expected_tokens(shape, acceptance) if shape.parents else 1.0
 
 
-def true_ranks(law: Law, seed: int, positions: NDArray[np.integer], depth: int = 0) -> NDArray[np.integer]:
+def true_ranks(model: TextModel, seed: int, positions: NDArray[np.integer], depth: int = 0) -> NDArray[np.integer]:
     """(n,) rank of the true token among the candidates on the true path; `num_ranks` if it is not among them."""
-    tokens = law.candidates(seed, np.ones(len(positions), np.bool_), positions, depths=depth).tokens
-    is_true = tokens == law.truth(seed, positions)[:, None]
-    return np.where(is_true.any(axis=1), is_true.argmax(axis=1), law.num_ranks)
+    tokens = model.candidates(seed, np.ones(len(positions), np.bool_), positions, depths=depth).tokens
+    is_true = tokens == model.truth(seed, positions)[:, None]
+    return np.where(is_true.any(axis=1), is_true.argmax(axis=1), model.num_ranks)

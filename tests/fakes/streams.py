@@ -10,7 +10,7 @@ from bough.client import Client
 from bough.protocol.generation import Event, Finished, GenerateOptions, Prompt, Started, TextPrompt, Tokens
 from bough.protocol.messages import VerifyCall
 from bough.tokenization.tokenizer import Tokenizer
-from tests.fakes.fleet import FakeTarget, Fleet, Law, Process
+from tests.fakes.fleet import FakeTarget, FakeText, Fleet, Process
 from tests.fakes.waiting import PATIENCE_SECONDS
 
 PROMPT = TextPrompt("say: try try ")
@@ -67,7 +67,7 @@ async def read_rounds(client: Client, num_rounds: int, options: GenerateOptions 
 def expected(fakes: Fleet, options: GenerateOptions = OPTIONS) -> list[int]:
     """The output tokens of plain decoding."""
     tokenizer = Tokenizer(fakes.tokenizer)
-    return Law(tokenizer).output(tokenizer.encode(PROMPT.text), options.seed or 0, options.max_tokens)
+    return FakeText(tokenizer).output(tokenizer.encode(PROMPT.text), options.seed or 0, options.max_tokens)
 
 
 def once(act: Callable[[], Awaitable[object]], at_call: int) -> Callable[[VerifyCall], Awaitable[None]]:

@@ -1,4 +1,4 @@
-"""The law of sampled text by each scheme of verification is that of plain sampling: chi-square over many draws.
+"""Sampled text has the distribution of plain sampling with each verification scheme: chi-square over many draws.
 
 Every statistic is compared with the value that chance passes once in MAX_ERROR / NUM_TESTS, so that all of this file
 and of `test_exactness_served` together fail by chance less than once in a million runs (Bonferroni). Cells with an
@@ -31,7 +31,7 @@ from tests.fakes.draft_weights import draft_weights
 from tests.fakes.tiers import long_but
 
 VOCAB = 5
-LENGTH = 3  # tokens whose joint law is compared
+LENGTH = 3  # tokens whose joint distribution is compared
 NUM_DRAWS = 200_000  # sequences for each case of the grid, in `make test-long`
 FEW_DRAWS = 20_000  # in the suite
 PARTS = 4  # tokens whose noise is taken of each seed and position, as that of so many seeds
@@ -42,8 +42,8 @@ DRAFTS = ("good", "bad", "disjoint", "one-hot", "truncated")
 SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL]
 Text = tuple[int, ...]
 Row = np.ndarray
-Law = Callable[[Row, Iterable[Draw]], Row]
-Laws = Callable[[Tree, Scheme, Callable[[int], Row]], Callable[[int, Row], Row]]
+Rule = Callable[[Row, Iterable[Draw]], Row]
+Distributions = Callable[[Tree, Scheme, Callable[[int], Row]], Callable[[int, Row], Row]]
 
 
 def independently(tokens: np.ndarray, probs: np.ndarray, num: int, rng: np.random.Generator) -> np.ndarray:
@@ -147,15 +147,17 @@ def grow_many(world: World, text: Text, scheme: Scheme, num: int, rng: np.random
 
 
 def verify_many(
-    world: World, text: Text, trees: Trees, scheme: Scheme, rng: np.random.Generator, laws: Laws
+    world: World, text: Text, trees: Trees, scheme: Scheme, rng: np.random.Generator, distributions: Distributions
 ) -> Counter[Text]:
     """Committed tokens of as many rounds as there are trees; all that stand at a node draw at once."""
     tree, num = trees
     children, outcomes, waiting = tree.children(), Counter[Text](), [(0, text, num)]
-    law = laws(tree, scheme, lambda node: world.target_probs((*text, *tree.tokens[tree.path(node)[1:]].tolist())))
+    distribution = distributions(
+        tree, scheme, lambda node: world.target_probs((*text, *tree.tokens[tree.path(node)[1:]].tolist()))
+    )
     while waiting:
         node, path, num = waiting.pop()
-        probs = law(node, world.target_probs(path))
+        probs = distribution(node, world.target_probs(path))
         assert abs(probs.sum() - 1.0) <= 1e-9
         for token, count in enumerate(rng.multinomial(num, probs / probs.sum()).tolist()):
             if count and token in children[node] and len(path) + 1 < LENGTH:
@@ -165,14 +167,16 @@ def verify_many(
     return outcomes
 
 
-def sample_texts(world: World, scheme: Scheme, num: int, laws: Laws = distributions_after) -> Counter[Text]:
+def sample_texts(
+    world: World, scheme: Scheme, num: int, distributions: Distributions = distributions_after
+) -> Counter[Text]:
     """`num` texts of LENGTH tokens, round by round."""
     rng = np.random.default_rng([7, world.seed])
     texts = Counter({(): num})
     for length in range(LENGTH):
         for text in [text for text in texts if len(text) == length]:
             for trees in grow_many(world, text, scheme, texts.pop(text), rng):
-                texts += verify_many(world, text, trees, scheme, rng, laws)
+                texts += verify_many(world, text, trees, scheme, rng, distributions)
     return texts
 
 
@@ -198,7 +202,7 @@ DRAWS = pytest.mark.parametrize("num_draws", long_but([FEW_DRAWS], [FEW_DRAWS, N
 
 @DRAWS
 @pytest.mark.parametrize(("scheme", "temperature", "kind", "filters"), GRID)
-def test_the_law_of_three_tokens_is_that_of_plain_sampling(
+def test_three_tokens_are_distributed_as_in_plain_sampling(
     scheme: Scheme, temperature: float, kind: str, filters: int, num_draws: int
 ) -> None:
     params = SamplingParams(temperature=temperature, **FILTERS[filters])
@@ -219,7 +223,7 @@ def noise(num_draws: int) -> np.ndarray:
 
 @DRAWS
 @pytest.mark.parametrize(("temperature", "filters"), TARGET_GRID)
-def test_the_law_of_the_target_scheme_is_that_of_its_random_numbers(
+def test_target_scheme_follows_the_distribution_of_its_random_numbers(
     temperature: float, filters: int, num_draws: int
 ) -> None:
     """Its tokens are plain decoding's, seed by seed (test_equality.py): so these alone could make it wrong."""
@@ -236,17 +240,17 @@ def test_the_law_of_the_target_scheme_is_that_of_its_random_numbers(
     assert worst_fit(Counter({text: len(own) for text, own in seeds.items()}), world) > ALLOWED
 
 
-def law_without_residual(target_probs: np.ndarray, draws: Iterable[Draw]) -> np.ndarray:
+def without_residual(target_probs: np.ndarray, draws: Iterable[Draw]) -> np.ndarray:
     """Wrong: what is rejected is drawn again from the target itself."""
-    law, rest = np.zeros_like(target_probs), 1.0
+    mixture, rest = np.zeros_like(target_probs), 1.0
     for token, tokens, probs in draws:
         acceptance = min(1.0, target_probs[token] / float(probs[tokens == token].sum()))
-        law[token] += rest * acceptance
+        mixture[token] += rest * acceptance
         rest *= 1 - acceptance
-    return law + rest * target_probs
+    return mixture + rest * target_probs
 
 
-def law_with_stale_draft(target_probs: np.ndarray, draws: Iterable[Draw]) -> np.ndarray:
+def with_stale_draft(target_probs: np.ndarray, draws: Iterable[Draw]) -> np.ndarray:
     """Wrong: the second child is judged as if it had been drawn like the first."""
     listed = list(draws)
     return conditional_distribution(
@@ -254,9 +258,9 @@ def law_with_stale_draft(target_probs: np.ndarray, draws: Iterable[Draw]) -> np.
     )
 
 
-def laws_by(law: Law) -> Laws:
+def distributions_by(rule: Rule) -> Distributions:
     """Of schemes that look at one level."""
-    return lambda tree, scheme, _: lambda node, probs: law(probs, draws_at(tree, node, scheme, VOCAB))
+    return lambda tree, scheme, _: lambda node, probs: rule(probs, draws_at(tree, node, scheme, VOCAB))
 
 
 class StaleTraversal(Traversal):
@@ -275,23 +279,23 @@ class TraversalOfTokens(Traversal):
         return super()._reject_all(node, target_probs)
 
 
-def laws_by_traversal(traversal: type[Traversal]) -> Laws:
+def distributions_by_traversal(traversal: type[Traversal]) -> Distributions:
     return lambda tree, _, target_probs: traversal(tree, target_probs).distribution_after
 
 
 @pytest.mark.parametrize(
-    ("laws", "scheme"),
+    ("distributions", "scheme"),
     [
-        (laws_by(law_without_residual), Scheme.WITHOUT_REPLACEMENT),
-        (laws_by(law_with_stale_draft), Scheme.WITHOUT_REPLACEMENT),
-        (laws_by_traversal(StaleTraversal), Scheme.TRAVERSAL),
-        (laws_by_traversal(TraversalOfTokens), Scheme.TRAVERSAL),
+        (distributions_by(without_residual), Scheme.WITHOUT_REPLACEMENT),
+        (distributions_by(with_stale_draft), Scheme.WITHOUT_REPLACEMENT),
+        (distributions_by_traversal(StaleTraversal), Scheme.TRAVERSAL),
+        (distributions_by_traversal(TraversalOfTokens), Scheme.TRAVERSAL),
     ],
 )
-def test_a_wrong_law_is_found_out(laws: Laws, scheme: Scheme) -> None:
+def test_a_wrong_distribution_is_detected(distributions: Distributions, scheme: Scheme) -> None:
     """The test of the tests above: what is wrong by a line does not pass."""
     world = World(SamplingParams(temperature=0.8), "bad", seed=1)
-    assert worst_fit(sample_texts(world, scheme, FEW_DRAWS, laws), world) < ALLOWED
+    assert worst_fit(sample_texts(world, scheme, FEW_DRAWS, distributions), world) < ALLOWED
 
 
 class Round(NamedTuple):

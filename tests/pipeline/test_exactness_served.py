@@ -1,8 +1,8 @@
-"""The law of two tokens as they are served: by the draft's own engine, over the wire, to the target's own judge.
+"""The distribution of two served tokens: from the draft's own engine, over the wire, to the target's own verdict.
 
 `test_exactness` verifies trees that it builds itself. Here the trees are those that serve, and so are all random
-numbers: a text is what its seed makes of it. What a seed draws decides its tree, and a tree the law of what comes after
-it. So each tree is grown, sent and looked through for the first seed that draws it, and holds for all the others; and
+numbers: a text depends only on its seed. A seed's draws decide its tree, and a tree the distribution of what follows.
+So each tree is grown, sent and looked through for the first seed that draws it, and holds for all the others; and
 the first seeds' texts are made once more by the parts as they are.
 """
 
@@ -42,8 +42,8 @@ ROOT = PROMPT[-1]
 TEMPERATURE = 0.8
 NUM_POSSIBLE = (3, 2)  # tokens that the draft may draw, after even tokens and after odd ones
 NUM_WHOLE = 100  # seeds whose texts are made once more
-NUM_LAWS = 2  # of a scheme: of the first token, and of the first two
-assert NUM_LAWS * len(Scheme) <= NUM_SERVED_TESTS
+NUM_DISTRIBUTIONS = 2  # of a scheme: of the first token, and of the first two
+assert NUM_DISTRIBUTIONS * len(Scheme) <= NUM_SERVED_TESTS
 
 
 def _logits() -> tuple[np.ndarray, np.ndarray]:
@@ -136,7 +136,7 @@ def sampled_children(tokens: np.ndarray, scheme: Scheme, numbers: np.ndarray) ->
     return without_replacement(choices, probs, 2, VOCAB, rng)
 
 
-class Laws(NamedTuple):
+class Distributions(NamedTuple):
     """What comes after a tree's root, and what after its children."""
 
     first: np.ndarray  # (VOCAB,)
@@ -144,32 +144,32 @@ class Laws(NamedTuple):
     second: np.ndarray  # (VOCAB, VOCAB) row i: after the child with token i
 
 
-def laws_after(tree: Tree, scheme: Scheme) -> Laws:
-    """By the judge's own laws."""
-    law = distributions_after(tree, scheme, lambda node: TARGET_PROBS[tree.tokens[node]])
+def served_distributions(tree: Tree, scheme: Scheme) -> Distributions:
+    """By the judge's own distributions."""
+    distribution = distributions_after(tree, scheme, lambda node: TARGET_PROBS[tree.tokens[node]])
     is_child, second = np.zeros(VOCAB, np.bool_), np.ones((VOCAB, VOCAB))
     for token, node in tree.children()[0].items():
-        is_child[token], second[token] = True, law(node, TARGET_PROBS[token])
-    return Laws(law(0, TARGET_PROBS[tree.tokens[0]]), is_child, second)
+        is_child[token], second[token] = True, distribution(node, TARGET_PROBS[token])
+    return Distributions(distribution(0, TARGET_PROBS[tree.tokens[0]]), is_child, second)
 
 
-def laws_of_round(
+def distributions_of_round(
     scheme: Scheme, round_: int, seeds: np.ndarray, roots: np.ndarray, spoilt: Callable[[Tree], Tree]
-) -> Laws:
+) -> Distributions:
     """Those of each seed's tree, stacked, below these roots."""
     first = sampled_children(roots, scheme, exponentials(round_, 0)[seeds])
     below = sampled_children(first, scheme, exponentials(round_, 1)[seeds])
     drawn = np.column_stack((roots, first, below.reshape(-1, 4)))
     _, firsts, kinds = np.unique(np.ravel_multi_index(drawn.T, (VOCAB,) * 7), return_index=True, return_inverse=True)
-    laws = []
+    distributions = []
     for index in firsts.tolist():
         text = (*PROMPT, int(roots[index])) if round_ else tuple(PROMPT)
-        laws.append(laws_after(spoilt(served_tree(text, scheme, int(seeds[index]), round_)), scheme))
-    return Laws(*(np.stack(part)[kinds] for part in zip(*laws, strict=True)))
+        distributions.append(served_distributions(spoilt(served_tree(text, scheme, int(seeds[index]), round_)), scheme))
+    return Distributions(*(np.stack(part)[kinds] for part in zip(*distributions, strict=True)))
 
 
 def chosen(probs: np.ndarray, noise_of_each: np.ndarray) -> np.ndarray:
-    """(num_texts,) tokens by these laws and this noise, as `draw_by` chooses them."""
+    """(num_texts,) tokens by these distributions and this noise, as `draw_by` chooses them."""
     with np.errstate(divide="ignore"):
         return (np.log(probs) + noise_of_each).argmax(1)
 
@@ -181,16 +181,16 @@ def texts_of(scheme: Scheme, spoilt: Callable[[Tree], Tree] = lambda tree: tree)
         first = (rows[ROOT] + noise(0)).argmax(1)
         return np.column_stack((first, (rows[first] + noise(1)).argmax(1)))
     seeds = np.arange(NUM_DRAWS)
-    laws = laws_of_round(scheme, 0, seeds, np.full(NUM_DRAWS, ROOT), spoilt)
-    first = chosen(laws.first, noise(0))
-    second = chosen(laws.second[seeds, first], noise(1))
-    ended = np.flatnonzero(~laws.is_child[seeds, first])  # the round; the second token comes from another tree
-    second[ended] = chosen(laws_of_round(scheme, 1, ended, first[ended], spoilt).first, noise(1)[ended])
+    distributions = distributions_of_round(scheme, 0, seeds, np.full(NUM_DRAWS, ROOT), spoilt)
+    first = chosen(distributions.first, noise(0))
+    second = chosen(distributions.second[seeds, first], noise(1))
+    ended = np.flatnonzero(~distributions.is_child[seeds, first])  # the round; the second token comes from another tree
+    second[ended] = chosen(distributions_of_round(scheme, 1, ended, first[ended], spoilt).first, noise(1)[ended])
     return np.column_stack((first, second))
 
 
 def fits(texts: np.ndarray) -> list[float]:
-    """Of the first token's law and of the first two's, against plain sampling."""
+    """Of the first token's distribution and of the first two's, against plain sampling."""
     counts = np.zeros((VOCAB, VOCAB), np.int64)
     np.add.at(counts, tuple(texts.T), 1)
     probs = TARGET_PROBS[ROOT][:, None] * TARGET_PROBS

@@ -114,7 +114,7 @@ async def test_no_draft_on_purpose_is_no_problem(draftless: Client) -> None:
 
 @pytest.mark.parametrize("scheme", [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL])
 async def test_what_is_looked_up_comes_beside_samples_where_it_is_asked_for(drafting: Client, scheme: Scheme) -> None:
-    """That the law stays the target's is shown in tests/target_worker/verification/test_traversal.py."""
+    """That the distribution stays the target's is shown in tests/target_worker/verification/test_traversal.py."""
     sampling = Speculation(growth=StaticShape.chains(2, 3), scheme=scheme)
     options = replace(SAMPLED, logit_bias=TWO_WORDS, logprobs=0)
     alone, finished = await generate(drafting, replace(options, speculation=sampling))

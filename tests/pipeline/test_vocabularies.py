@@ -55,7 +55,7 @@ def test_a_draft_guesses_tokens_that_the_target_has_after_any_that_it_has(
 
 
 def test_a_sample_that_is_exhausted_goes_on_with_tokens_that_only_the_target_has() -> None:
-    """The target works out the law of such draws from its own vocabulary: the draft has to draw from the same."""
+    """The target computes the distribution of such draws from its own vocabulary, so the draft must draw from it."""
     plan, drawn = TreePlan(StaticShape((0, 0, 0)), Scheme.WITHOUT_REPLACEMENT), set()
     for seed in range(200):
         call = grow_call([3, 1, 4], sampling=SamplingParams(0.8, top_k=1, seed=seed), plan=plan)
@@ -115,7 +115,7 @@ async def test_output_is_plain_decodings_whichever_is_padded_more(
             for growth, scheme in GROWTHS:
                 speculation = Speculation(growth=growth, scheme=scheme, lookup=0)
                 tokens, num_accepted = await tokens_of(running, replace(options, speculation=speculation))
-                if scheme is Scheme.TARGET or temperature == 0.0:  # of the others the law alone is plain decoding's
+                if scheme is Scheme.TARGET or temperature == 0.0:  # the others only have its distribution
                     assert tokens == plain
                 ended |= {*tokens}
                 num_guessed += num_accepted

@@ -66,7 +66,7 @@ def tokens_by(pair: SimulatedPair, grammar: str, seed: int, most: int = 400) -> 
     """The output of a request, its end included."""
     params = SamplingParams(temperature=0.8, seed=seed, grammar=grammar)
     allowed = GRAMMARS.along(grammar, None)
-    text = TrueText(pair.law, params, PROMPT[:-1], PROMPT[-1], len(PROMPT), allowed)
+    text = TrueText(pair.text_model, params, PROMPT[:-1], PROMPT[-1], len(PROMPT), allowed)
     return next(([text[i] for i in range(end + 1)] for end in range(most) if text[end] == END_TOKEN), [])
 
 
@@ -99,7 +99,7 @@ def test_strings_are_not_empty(pair: SimulatedPair) -> None:
     assert all(json.loads(text)["name"].strip() for text in texts)
 
 
-def test_where_everything_is_allowed_the_text_is_the_laws(pair: SimulatedPair) -> None:
+def test_if_everything_is_allowed_the_text_is_the_text_models(pair: SimulatedPair) -> None:
     grammar = grammar_of(Constraint(lark="start: /(.|\\n)*/"))
     for seed in range(5):
         output = tokens_by(pair, grammar, seed)
@@ -112,7 +112,7 @@ def test_the_text_does_not_depend_on_where_it_is_continued(pair: SimulatedPair) 
     output, params = tokens_by(pair, grammar, 3), SamplingParams(temperature=0.8, seed=3, grammar=grammar)
     for end in range(1, len(output)):
         held = [*PROMPT, *output[: end - 1]]
-        text = TrueText(pair.law, params, held, output[end - 1], len(PROMPT), GRAMMARS.along(grammar, None))
+        text = TrueText(pair.text_model, params, held, output[end - 1], len(PROMPT), GRAMMARS.along(grammar, None))
         assert text[0] == output[end]
 
 

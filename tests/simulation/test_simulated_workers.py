@@ -1,4 +1,4 @@
-"""Simulated workers as processes: the text of a profile's law whatever is guessed, on the wire of the real ones."""
+"""Simulated workers as processes: the text of a profile's model whatever is guessed, on the wire of the real ones."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def finished(events: list[Event]) -> Finished:
 
 
 def expected(pair: SimulatedPair, events: list[Event], options: GenerateOptions) -> list[int]:
-    """The law's text from the end of the prompt on."""
+    """The model's text from the end of the prompt on."""
     seed = 0 if options.temperature == 0 else options.seed or 0
     return text_of(pair, seed, started(events).prompt_tokens, options.max_tokens)
 
@@ -186,7 +186,7 @@ async def test_a_second_turn_and_a_common_beginning_are_not_computed_again(clien
 
 
 @pytest.mark.pipeline
-async def test_log_probabilities_are_numbers_of_the_law(client: Client) -> None:
+async def test_log_probabilities_come_from_the_text_model(client: Client) -> None:
     events = await events_of(client, replace(SAMPLED, seed=5, logprobs=3))
     told = [each for event in events if isinstance(event, Tokens) for each in event.logprobs]
     assert [each.token.token_id for each in told] == tokens_of(events)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bough.errors import ConfigError
-from bough.simulation.acceptance_law import PUBLISHED, VECTORS
+from bough.simulation.acceptance_model import PUBLISHED, VECTORS
 from bough.simulation.profile import (
     DraftProfile,
     Event,
@@ -229,7 +229,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
         load_profile(str(file))
 
 
-def test_the_document_names_every_field_and_every_law() -> None:
+def test_the_document_names_every_field_and_every_kind_of_acceptance() -> None:
     """What a stranger writes a profile of their own by."""
     text = Path("docs/simulated-workers.md").read_text()
     parts = (Profile, TargetProfile, Experts, DraftProfile, NetworkProfile, Event, Failure)

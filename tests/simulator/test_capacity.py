@@ -9,8 +9,8 @@ import pytest
 
 from bough.cli.main import main
 from bough.errors import ConfigError
-from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
 from bough.simulation.profile import Profile, load_profile, parse_profile
+from bough.simulation.text_model import FIRST_WORD, NUM_WORDS, TextModel
 from simulator.capacity import purchases, simulate
 from simulator.guesses import expected_tokens
 from simulator.scenario import RequestKind, Scenario, of_size
@@ -20,13 +20,13 @@ from target_worker.kv.slot_pool import SlotPool
 
 def profile_of(network: float = 0.0, kind: str = "by_rank", step: float = 0.02, **target: float) -> Profile:
     """Without jitter, so that seconds can be worked out."""
-    law = {"kind": kind} | ({"vector": [0.7, 0.1, 0.05]} if kind == "by_rank" else {})
+    model = {"kind": kind} | ({"vector": [0.7, 0.1, 0.05]} if kind == "by_rank" else {})
     described = {
         "source": "made up",
         "target": {"max_context": 100_000, "kv_tokens": 1_000_000, **target},
         "draft": {"base_seconds": step},
         "network": {"one_way_seconds": network},
-        "acceptance": law,
+        "acceptance": model,
     }
     return parse_profile(json.dumps(described))
 
@@ -49,7 +49,7 @@ def test_one_user_takes_drafting_network_and_sweep_for_the_tokens_of_a_round() -
     size = of_size(16, 6)
     scenario = Scenario(profile, kinds=(RequestKind(16, 200),), fixed=size)
     report = simulate(scenario)
-    tokens = expected_tokens(Law(profile.acceptance, FIRST_WORD, NUM_WORDS), size)
+    tokens = expected_tokens(TextModel(profile.acceptance, FIRST_WORD, NUM_WORDS), size)
     assert report.round_seconds == pytest.approx(
         1.0 + 6 * 0.02 + 2 * 0.1, rel=4e-3
     )  # last rounds are no deeper than left

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from bough.errors import ConfigError
-from bough.simulation.acceptance_law import AcceptanceLaw
-from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law
+from bough.simulation.acceptance_model import AcceptanceModel
 from bough.simulation.profile import load_profile
+from bough.simulation.text_model import FIRST_WORD, NUM_WORDS, TextModel
 from loadtest.capacity.__main__ import papers
-from loadtest.capacity.sessions import compare, fit, law_with
+from loadtest.capacity.sessions import acceptance_with, compare, fit
 from loadtest.sessions.rounds_file import RoundRecord, RunRecord, StreamRecord, read_runs
 from simulator.guesses import expected_tokens
 from simulator.scenario import of_size
@@ -62,7 +62,9 @@ def test_a_fit_gives_back_what_sessions_were_made_of() -> None:
     assert fitted.profile.network.call_seconds() * 2 == pytest.approx(CALL)
     for kind in fitted.kinds.values():
         assert kind.acceptance is not None
-        assert expected_tokens(Law(kind.acceptance, FIRST_WORD, NUM_WORDS), SIZE) == pytest.approx(TOKENS, rel=1e-3)
+        assert expected_tokens(TextModel(kind.acceptance, FIRST_WORD, NUM_WORDS), SIZE) == pytest.approx(
+            TOKENS, rel=1e-3
+        )
         assert (kind.prompt_tokens, kind.output_tokens) == (30, ANSWER)
 
 
@@ -75,12 +77,12 @@ def test_predictions_of_one_session_are_what_was_measured_of_it() -> None:
 
 
 def test_a_law_is_found_that_brings_so_many_tokens() -> None:
-    prior = AcceptanceLaw("by_rank", ((0.7, 0.1, 0.05),), spread=0.5)
+    prior = AcceptanceModel("by_rank", ((0.7, 0.1, 0.05),), spread=0.5)
     for tokens in (1.2, 3.0, 6.0):
-        law = law_with(prior, SIZE, tokens)
-        assert expected_tokens(Law(law, FIRST_WORD, NUM_WORDS), SIZE) == pytest.approx(tokens, rel=1e-3)
-        assert sum(law.rows[0]) <= 1
-        assert law.rows[0][0] >= law.rows[0][1]
+        model = acceptance_with(prior, SIZE, tokens)
+        assert expected_tokens(TextModel(model, FIRST_WORD, NUM_WORDS), SIZE) == pytest.approx(tokens, rel=1e-3)
+        assert sum(model.rows[0]) <= 1
+        assert model.rows[0][0] >= model.rows[0][1]
 
 
 def test_files_that_are_something_else_are_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bough.simulation.acceptance_law import PUBLISHED
+from bough.simulation.acceptance_model import PUBLISHED
 from bough.sizing.row_counts import RowCounts
 from bough.trees.optimal_tree import best_shape, expected_tokens
 from bough.trees.tree import Tree

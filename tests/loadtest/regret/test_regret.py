@@ -123,7 +123,7 @@ def decisions_of(regime: Regime, num_tokens: int) -> list[Decision]:
     """Of one long text; each round's, in order."""
     sizer = TimedSizer(new_sizer())
     world = World(regime.profile, sizer, Speculation(), 1)
-    total = num_tokens * len(regime.laws)
+    total = num_tokens * len(regime.acceptances)
     world.factors = regime.factors(lambda: world.num_tokens, total)
     world.run(regime.samples(1, num_tokens))
     return sizer.decisions_made
@@ -174,7 +174,7 @@ def test_predictions_agree_with_what_comes_to_pass_over_a_long_run(name: str) ->
 
     So 7 % are let pass here, over the second half, when what was learnt is no news any more.
     """
-    decisions = decisions_of(replace(REGIMES[name], laws=(MEDIUM,)), 2000)
+    decisions = decisions_of(replace(REGIMES[name], acceptances=(MEDIUM,)), 2000)
     steady = decisions[len(decisions) // 2 :]
     tokens = sum(each.expected_tokens for each in steady) / sum(each.tokens for each in steady)
     seconds = sum(each.expected.total for each in steady) / sum(each.seconds.total for each in steady)

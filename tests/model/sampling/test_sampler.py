@@ -108,7 +108,7 @@ def test_rows_of_a_draft_are_filtered_as_the_targets(params: SamplingParams) -> 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 4.0])
 def test_a_large_vocabulary_is_drawn_from_as_a_small_one(spread: float) -> None:
-    """What is left out of sorting and of noise, to be quick, could not have been drawn: flat laws and ties too."""
+    """Tokens left out of sorting and noise could not have been drawn, also with flat distributions and ties."""
     logits = np.round(np.random.default_rng(0).normal(size=5000) * spread, 1)
     for position in range(40):
         for params in (SamplingParams(seed=position), SamplingParams(seed=position, top_p=0.0503 + 0.024 * position)):

@@ -115,7 +115,7 @@ async def test_a_full_target_hands_over_to_one_with_room(fakes: Fleet) -> None:
         assert (seen.end.num_failovers, seen.end.warnings) == (0, ())
         assert len(holder.calls) == num_before
         assert len(idle.calls) > 0
-        plain = holder.law.output([*SYSTEM, 2], 3, 20)
+        plain = holder.text.output([*SYSTEM, 2], 3, 20)
     assert seen.token_ids == plain
 
 

@@ -16,7 +16,7 @@ from bough.protocol.ids import ScopedId
 from bough.protocol.prefix_hash import block_hashes
 from bough.registry.records import SessionRecord
 from bough.tokenization.tokenizer import Tokenizer
-from tests.fakes.fleet import FakeDraft, Fleet, Law
+from tests.fakes.fleet import FakeDraft, FakeText, Fleet
 from tests.fakes.streams import OPTIONS, PROMPT, read, read_rounds
 from tests.fakes.waiting import until
 
@@ -51,8 +51,8 @@ async def test_only_the_new_turn_is_sent_and_computed(fakes: Fleet, first: Promp
     assert after.end.usage.cached_tokens == history - 1  # all but the last token, which nobody had run yet
     assert len(target.calls[calls].context.tokens) == after.started.prompt_tokens - history
     held = target.held["s"]
-    law = Law(Tokenizer(fakes.tokenizer))
-    assert after.token_ids == law.output(held[: after.started.prompt_tokens], 3, 20)
+    text = FakeText(Tokenizer(fakes.tokenizer))
+    assert after.token_ids == text.output(held[: after.started.prompt_tokens], 3, 20)
 
 
 async def test_a_chat_continued_is_the_chat_sent_whole(fakes: Fleet) -> None:
@@ -60,7 +60,7 @@ async def test_a_chat_continued_is_the_chat_sent_whole(fakes: Fleet) -> None:
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
     fakes.tokenizer = replace(fakes.tokenizer, chat_template=template)
     target, _ = await fakes.target("t1")
-    target.law = Law(
+    target.text = FakeText(
         Tokenizer(fakes.tokenizer), ("a", "b", "try ")
     )  # a character cut in two is not sent back as it was
     _, server = await fakes.orchestrator()
@@ -82,7 +82,7 @@ async def test_bough_chat_sends_the_new_turn_or_where_it_must_the_history(
     fakes: Fleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, _ = await fakes.target("t1")
-    target.law = Law(Tokenizer(fakes.tokenizer), ("a", "b", "try "))
+    target.text = FakeText(Tokenizer(fakes.tokenizer), ("a", "b", "try "))
     _, server = await fakes.orchestrator()
     history = [Message("user", "hello")]
     async with Client(server.address) as client:

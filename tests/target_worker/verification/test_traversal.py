@@ -60,11 +60,14 @@ class World:
         def text_of(node: int) -> Text:
             return tuple(tree.tokens[tree.path(node)[1:]].tolist())
 
-        law, children = distributions_after(tree, scheme, lambda node: self.target[text_of(node)]), tree.children()
+        distribution, children = (
+            distributions_after(tree, scheme, lambda node: self.target[text_of(node)]),
+            tree.children(),
+        )
 
         def below(node: int, probability: float) -> Iterator[tuple[Text, float]]:
             text = text_of(node)
-            for token, chance in enumerate(law(node, self.target[text]).tolist()):
+            for token, chance in enumerate(distribution(node, self.target[text]).tolist()):
                 if token in children[node]:
                     yield from below(children[node][token], probability * chance)
                 else:
@@ -93,16 +96,16 @@ def test_over_all_trees_texts_have_the_targets_distribution(
     seed: int, shape: str, scheme: Scheme, has_additions: bool
 ) -> None:
     """Without a random number: what a round says, and after it plain decoding."""
-    world, law = World(seed), defaultdict[Text, float](float)
+    world, distribution = World(seed), defaultdict[Text, float](float)
     for sample, probability in world.trees(SHAPES[shape]):
         tree = merged(sample, FROM_THE_TEXT, len(sample)) if has_additions else sample
         tree.validate(VOCAB, 20, scheme)
         assert (len(tree) > len(sample)) == has_additions
         for text, chance in world.walks(tree, scheme):
             for rest in itertools.product(range(VOCAB), repeat=LENGTH - len(text)):
-                law[*text, *rest] += probability * chance * world.chance((*text, *rest), len(text))
+                distribution[*text, *rest] += probability * chance * world.chance((*text, *rest), len(text))
     for text in itertools.product(range(VOCAB), repeat=LENGTH):
-        assert law[text] == pytest.approx(world.chance(text), abs=1e-9)  # weights travel as float32
+        assert distribution[text] == pytest.approx(world.chance(text), abs=1e-9)  # weights travel as float32
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -148,9 +151,9 @@ def test_no_draft_whatever_makes_a_number_that_is_none(
     supports = DraftProbs.joined({node: support for node, (_, support) in enumerate(some)})
     chain = Tree.of([0, *tokens], range(-1, len(some)), [0.0] * (len(some) + 1))
     tree = Tree(chain.tokens, chain.parents, chain.log_probs, supports)
-    law = distributions_after(tree, Scheme.TRAVERSAL, targets.__getitem__)
+    distribution = distributions_after(tree, Scheme.TRAVERSAL, targets.__getitem__)
     for node in range(len(tree)):
-        probs = law(node, targets[node])
+        probs = distribution(node, targets[node])
         assert np.isfinite(probs).all()
         assert (probs >= 0).all()
         assert probs.sum() == pytest.approx(1.0, abs=1e-9)

@@ -51,7 +51,7 @@ def all_draws(support: Support, num: int, vocab_size: int) -> Iterator[tuple[tup
             yield drawn, probability
 
 
-def law_at_root(target_probs: np.ndarray, tree: Tree, scheme: Scheme) -> np.ndarray:
+def distribution_at_root(target_probs: np.ndarray, tree: Tree, scheme: Scheme) -> np.ndarray:
     tree.validate(len(target_probs), len(tree), scheme)
     return distributions_after(tree, scheme, lambda _: target_probs)(0, target_probs)
 
@@ -83,11 +83,11 @@ def test_over_all_draws_the_distribution_is_the_targets(
     vocab_size = len(target_probs)
     mean = np.zeros(vocab_size)
     for drawn, probability in all_draws(support, min(num, vocab_size), vocab_size):
-        law = law_at_root(target_probs, one_level(drawn, support), scheme)
-        assert np.isfinite(law).all()
-        assert (law >= 0).all()
-        assert law.sum() == pytest.approx(1.0, abs=1e-12)
-        mean += probability * law
+        distribution = distribution_at_root(target_probs, one_level(drawn, support), scheme)
+        assert np.isfinite(distribution).all()
+        assert (distribution >= 0).all()
+        assert distribution.sum() == pytest.approx(1.0, abs=1e-12)
+        mean += probability * distribution
     assert mean == pytest.approx(target_probs, abs=1e-12)
 
 
@@ -101,11 +101,11 @@ def test_no_draft_whatever_makes_a_number_that_is_none(
     others = np.setdiff1d(np.arange(len(target_probs)), support[0]).tolist()
     drawn = [*data.draw(st.permutations(support[0].tolist())), *others]
     drawn = drawn[: data.draw(st.integers(0, len(drawn)))]
-    law = law_at_root(target_probs, one_level(drawn, support), scheme)
-    assert np.isfinite(law).all()
-    assert (law >= 0).all()
-    assert law.sum() == pytest.approx(1.0, abs=1e-9)
-    assert law[target_probs == 0].sum() < 1e-9
+    distribution = distribution_at_root(target_probs, one_level(drawn, support), scheme)
+    assert np.isfinite(distribution).all()
+    assert (distribution >= 0).all()
+    assert distribution.sum() == pytest.approx(1.0, abs=1e-9)
+    assert distribution[target_probs == 0].sum() < 1e-9
 
 
 def test_a_draft_that_is_the_target_is_always_accepted() -> None:
@@ -113,14 +113,14 @@ def test_a_draft_that_is_the_target_is_always_accepted() -> None:
     support = np.arange(3, dtype=np.int32), probs.astype(np.float32)
     exact = normalised(support[1])
     for scheme in SAMPLED:
-        assert law_at_root(exact, one_level([1], support), scheme).tolist() == [0, 1, 0]
+        assert distribution_at_root(exact, one_level([1], support), scheme).tolist() == [0, 1, 0]
 
 
 def test_a_second_chance_is_taken_from_what_the_first_left() -> None:
     """By hand. Target 0.2, 0.5, 0.3 and draft 0.6, 0.2, 0.2: token 0 passes with 1/3; 0, 0.3, 0.1 are left of it."""
     target_probs = np.array([0.2, 0.5, 0.3])
     support = np.arange(3, dtype=np.int32), np.array([6, 2, 2], np.float32)
-    without = law_at_root(target_probs, one_level([0, 2], support), SAMPLED[0])
+    without = distribution_at_root(target_probs, one_level([0, 2], support), SAMPLED[0])
     assert without == pytest.approx([1 / 3, 1 / 3, 1 / 3])  # then 2 passes with 0.25 / 0.5, or else it is 1
 
 
@@ -172,7 +172,7 @@ def test_at_temperature_0_the_best_token_follows_whatever_was_drawn(scheme: Sche
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SAMPLED)
 def test_penalties_bias_and_logprobs_count_along_the_path(scheme: Scheme) -> None:
-    """The law below a child is what plain decoding after that child's token would see; a bias bans the last token."""
+    """The distribution below a child is that of plain decoding after its token; a bias bans the last token."""
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(2, 5))
     params = SamplingParams(temperature=0.8, presence_penalty=1.5, logit_bias={4: -1000.0}, logprobs=2)

@@ -41,7 +41,7 @@ def _probs(name: str, value: Any) -> Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class AcceptanceLaw:
+class AcceptanceModel:
     """The probability that the child of each rank is the target's token, its variance, and the draft's calibration.
 
     `spread` is the variation among positions: the standard deviation of the first rank's probability, as a share of the
@@ -97,7 +97,7 @@ class _Numbers:
     overconfidence: Annotated[float, Field(gt=0, le=16)] = 1.0
 
 
-def read_acceptance_law(value: Any) -> AcceptanceLaw:
+def read_acceptance_model(value: Any) -> AcceptanceModel:
     """Read a JSON object whose `kind` determines its other fields.
 
     Raises:
@@ -114,4 +114,4 @@ def read_acceptance_law(value: Any) -> AcceptanceLaw:
     if kind == "by_rank" and len(rows[0]) != 1:
         raise refusal("acceptance.vector", value["vector"], "one list of probabilities by rank; by_depth has several")
     first, last = rows[0], rows[1] if len(rows) > 1 else NO_ROWS
-    return AcceptanceLaw(kind, first, last, numbers.over_positions, numbers.spread, numbers.overconfidence)
+    return AcceptanceModel(kind, first, last, numbers.over_positions, numbers.spread, numbers.overconfidence)

@@ -1,13 +1,13 @@
-"""Laws of simulated pairs: text by seed and position alone, guesses right as often as the vector says."""
+"""Text models of simulated pairs: text by seed and position alone, guesses right as often as the vector says."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from bough.simulation.acceptance_law import LLAMA_3_CNN, PUBLISHED, AcceptanceLaw, read_acceptance_law
+from bough.simulation.acceptance_model import LLAMA_3_CNN, PUBLISHED, AcceptanceModel, read_acceptance_model
 from bough.simulation.hashing import key_of, mixed
-from bough.simulation.law import FIRST_WORD, NUM_WORDS, Law, level_vectors
+from bough.simulation.text_model import FIRST_WORD, NUM_WORDS, TextModel, level_vectors
 from bough.simulation.tokenizer import END_TOKEN, simulated_tokenizer
 from bough.tokenization.tokenizer import Tokenizer
 from tests.fakes.simulated import expected_tokens_of, true_ranks
@@ -15,12 +15,12 @@ from tests.fakes.simulated import expected_tokens_of, true_ranks
 NUM = 200_000
 
 
-def law_of(**fields: object) -> Law:
-    return Law(read_acceptance_law(dict(fields)), FIRST_WORD, NUM_WORDS)
+def model_of(**fields: object) -> TextModel:
+    return TextModel(read_acceptance_model(dict(fields)), FIRST_WORD, NUM_WORDS)
 
 
-def published(spread: float = 0.0, overconfidence: float = 1.0) -> Law:
-    return law_of(kind="by_rank", vector="llama-3-70b-8b-cnn-dailymail", spread=spread, overconfidence=overconfidence)
+def published(spread: float = 0.0, overconfidence: float = 1.0) -> TextModel:
+    return model_of(kind="by_rank", vector="llama-3-70b-8b-cnn-dailymail", spread=spread, overconfidence=overconfidence)
 
 
 def assert_rates(ranks: np.ndarray, wanted: np.ndarray) -> None:
@@ -48,51 +48,51 @@ def test_positions_differ_and_their_mean_is_the_vector(vector: tuple[float, ...]
 
 
 def test_the_truth_is_a_function_of_seed_and_position() -> None:
-    law = published()
-    whole = law.truth(3, np.arange(1000))
-    parts = np.concatenate([law.truth(3, np.arange(begin, begin + 10)) for begin in range(0, 1000, 10)])
+    model = published()
+    whole = model.truth(3, np.arange(1000))
+    parts = np.concatenate([model.truth(3, np.arange(begin, begin + 10)) for begin in range(0, 1000, 10)])
     np.testing.assert_array_equal(whole, parts)
-    np.testing.assert_array_equal(whole, law_of(kind="hostile").truth(3, np.arange(1000)))
-    assert (whole != law.truth(4, np.arange(1000))).mean() > 0.9
+    np.testing.assert_array_equal(whole, model_of(kind="hostile").truth(3, np.arange(1000)))
+    assert (whole != model.truth(4, np.arange(1000))).mean() > 0.9
     assert whole.min() >= FIRST_WORD
     assert whole.max() < FIRST_WORD + NUM_WORDS
     assert whole[:5].tolist() == [663, 570, 443, 572, 590]  # the same in every process and version
 
 
 def test_candidates_are_the_same_whoever_asks_and_in_any_batch() -> None:
-    law = published(0.5)
+    model = published(0.5)
     is_true = np.arange(60) % 3 > 0
     positions, salts = np.arange(60) + 100, np.arange(60) * 7
-    whole = law.candidates(5, is_true, positions, salts)
+    whole = model.candidates(5, is_true, positions, salts)
     for index in (0, 1, 17, 59):
         one = slice(index, index + 1)
-        alone = law.candidates(5, is_true[one], positions[one], salts[one])
+        alone = model.candidates(5, is_true[one], positions[one], salts[one])
         np.testing.assert_array_equal(alone.tokens, whole.tokens[one])
         np.testing.assert_array_equal(alone.log_probs, whole.log_probs[one])
-    again = law.candidates(5, is_true, positions, salts + 1)
+    again = model.candidates(5, is_true, positions, salts + 1)
     changed = (again.tokens != whole.tokens).any(axis=1)
     np.testing.assert_array_equal(changed, ~is_true)  # on the true path it does not matter how it is told apart
 
 
 def test_candidates_are_distinct_and_hold_the_truth_where_the_law_says() -> None:
-    law = published(0.5)
+    model = published(0.5)
     positions = np.arange(5000)
-    truth = law.truth(5, positions)
-    found = law.candidates(5, np.ones(5000, bool), positions)
-    ranks = true_ranks(law, 5, positions)
-    assert all(len(set(row)) == law.num_ranks for row in found.tokens.tolist())
+    truth = model.truth(5, positions)
+    found = model.candidates(5, np.ones(5000, bool), positions)
+    ranks = true_ranks(model, 5, positions)
+    assert all(len(set(row)) == model.num_ranks for row in found.tokens.tolist())
     for row, rank, token in zip(found.tokens.tolist(), ranks.tolist(), truth.tolist(), strict=True):
-        assert (row.index(token) if token in row else law.num_ranks) == rank
-    wrong = law.candidates(5, np.zeros(5000, bool), positions, positions)
+        assert (row.index(token) if token in row else model.num_ranks) == rank
+    wrong = model.candidates(5, np.zeros(5000, bool), positions, positions)
     assert not (wrong.tokens == truth[:, None]).any()
     assert wrong.tokens.min() >= FIRST_WORD
 
 
 def test_stated_probabilities_are_true_where_nothing_distorts_them() -> None:
-    law = published(0.6)
+    model = published(0.6)
     positions = np.arange(NUM)
-    stated = np.exp(law.candidates(9, np.ones(NUM, bool), positions).log_probs[:, 0].astype(float))
-    right = true_ranks(law, 9, positions) == 0
+    stated = np.exp(model.candidates(9, np.ones(NUM, bool), positions).log_probs[:, 0].astype(float))
+    right = true_ranks(model, 9, positions) == 0
     for low, high in ((0.0, 0.6), (0.6, 0.8), (0.8, 0.95), (0.95, 1.01)):
         these = (stated >= low) & (stated < high)
         wanted = stated[these].mean()
@@ -104,7 +104,7 @@ def test_stated_probabilities_are_true_where_nothing_distorts_them() -> None:
 def test_overconfidence_makes_statements_bolder_and_changes_no_token() -> None:
     plain, bold, shy = published(0.5), published(0.5, 2.0), published(0.5, 0.5)
     positions, is_true = np.arange(2000), np.ones(2000, bool)
-    true, more, less = (law.candidates(1, is_true, positions) for law in (plain, bold, shy))
+    true, more, less = (model.candidates(1, is_true, positions) for model in (plain, bold, shy))
     np.testing.assert_array_equal(true.tokens, more.tokens)
     assert more.log_probs[:, 0].mean() > true.log_probs[:, 0].mean() > less.log_probs[:, 0].mean()
     for each in (true, more, less):
@@ -113,45 +113,45 @@ def test_overconfidence_makes_statements_bolder_and_changes_no_token() -> None:
 
 
 def test_a_hostile_draft_is_certain_and_always_wrong() -> None:
-    law = law_of(kind="hostile")
-    found = law.candidates(1, np.ones(3000, bool), np.arange(3000))
-    assert not (found.tokens == law.truth(1, np.arange(3000))[:, None]).any()
+    model = model_of(kind="hostile")
+    found = model.candidates(1, np.ones(3000, bool), np.arange(3000))
+    assert not (found.tokens == model.truth(1, np.arange(3000))[:, None]).any()
     assert np.exp(found.log_probs[:, 0]).min() > 0.99
-    assert expected_tokens_of(law.acceptance, 64, 8) == 1.0
+    assert expected_tokens_of(model.acceptance, 64, 8) == 1.0
 
 
 def test_a_law_by_depth_asks_how_deep_a_node_is() -> None:
-    law = law_of(kind="by_depth", vectors=[[0.9, 0.05], [0.4, 0.2]])
+    model = model_of(kind="by_depth", vectors=[[0.9, 0.05], [0.4, 0.2]])
     positions = np.arange(NUM)
-    assert_rates(true_ranks(law, 2, positions), np.array([0.9, 0.05]))
-    assert_rates(true_ranks(law, 2, positions, 1), np.array([0.4, 0.2]))
-    assert_rates(true_ranks(law, 2, positions, 9), np.array([0.4, 0.2]))
-    assert expected_tokens_of(law.acceptance, 3, 3) == pytest.approx(1 + 0.9 + 0.9 * 0.4)
+    assert_rates(true_ranks(model, 2, positions), np.array([0.9, 0.05]))
+    assert_rates(true_ranks(model, 2, positions, 1), np.array([0.4, 0.2]))
+    assert_rates(true_ranks(model, 2, positions, 9), np.array([0.4, 0.2]))
+    assert expected_tokens_of(model.acceptance, 3, 3) == pytest.approx(1 + 0.9 + 0.9 * 0.4)
 
 
 def test_a_drifting_law_goes_from_one_vector_to_the_other() -> None:
-    law = law_of(kind="drifting", first=[0.8, 0.1], last=[0.2], over_positions=1000, spread=0.3)
+    model = model_of(kind="drifting", first=[0.8, 0.1], last=[0.2], over_positions=1000, spread=0.3)
     at = np.full(NUM, 500)
-    ranks = np.concatenate([true_ranks(law, seed, np.arange(450, 551)) for seed in range(1000)])
+    ranks = np.concatenate([true_ranks(model, seed, np.arange(450, 551)) for seed in range(1000)])
     assert_rates(ranks, np.array([0.5, 0.05]))
-    late = np.concatenate([true_ranks(law, seed, at[:100] + 600 + np.arange(100)) for seed in range(1000)])
+    late = np.concatenate([true_ranks(model, seed, at[:100] + 600 + np.arange(100)) for seed in range(1000)])
     assert_rates(late, np.array([0.2, 0.0]))
-    assert law.acceptance.acceptance(500)[0].tolist() == pytest.approx([0.5, 0.05])
+    assert model.acceptance.acceptance(500)[0].tolist() == pytest.approx([0.5, 0.05])
 
 
 def test_expected_tokens_are_those_of_the_paper() -> None:
-    measured = read_acceptance_law({"kind": "by_rank", "vector": [c / 667 for c in (423, 72, 38)]})
+    measured = read_acceptance_model({"kind": "by_rank", "vector": [c / 667 for c in (423, 72, 38)]})
     assert expected_tokens_of(measured, 1, 8) == 1.0
-    whole = AcceptanceLaw("by_rank", (LLAMA_3_CNN,))
+    whole = AcceptanceModel("by_rank", (LLAMA_3_CNN,))
     assert expected_tokens_of(whole, 64, 64) == pytest.approx(5.9166, abs=1e-4)
 
 
 def test_text_ends_only_where_it_is_asked_to() -> None:
     assert not (published().truth(1, np.arange(NUM)) == END_TOKEN).any()
-    law = Law(published().acceptance, FIRST_WORD, NUM_WORDS, END_TOKEN, end_rate=0.01)
-    rate = (law.truth(1, np.arange(NUM)) == END_TOKEN).mean()
+    model = TextModel(published().acceptance, FIRST_WORD, NUM_WORDS, END_TOKEN, end_rate=0.01)
+    rate = (model.truth(1, np.arange(NUM)) == END_TOKEN).mean()
     assert abs(rate - 0.01) < 5 * np.sqrt(0.01 * 0.99 / NUM)
-    found = law.candidates(1, np.ones(1000, bool), np.arange(1000))
+    found = model.candidates(1, np.ones(1000, bool), np.arange(1000))
     assert (found.tokens == END_TOKEN).any(), "a draft guesses an end too"
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.simulation.acceptance_law import AcceptanceLaw, same_shape
+from bough.simulation.acceptance_model import AcceptanceModel, same_shape
 from bough.simulation.hashing import Keys, mixed, uniforms
 from bough.trees.acceptance import Acceptance, FloatArray, smoothed
 
@@ -36,13 +36,13 @@ class StatedCandidates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Law:
+class TextModel:
     """A distribution over the words `first_word` to `first_word + num_words - 1`.
 
     A share `end_rate` of all positions has `end_token` instead of a word.
     """
 
-    acceptance: AcceptanceLaw
+    acceptance: AcceptanceModel
     first_word: int
     num_words: int
     end_token: int = -1
@@ -70,8 +70,8 @@ class Law:
 
     @cached_property
     def _ends(self) -> tuple[Acceptance, Acceptance]:
-        law = self.acceptance
-        return same_shape(np.array(law.rows), np.array(law.last_rows or law.rows))
+        model = self.acceptance
+        return same_shape(np.array(model.rows), np.array(model.last_rows or model.rows))
 
     def _spread_out(self, rows: Acceptance) -> FloatArray:
         return np.stack([level_vectors(row, self.acceptance.spread) for row in rows])
@@ -101,7 +101,7 @@ class Law:
 
         `path_is_true` (n,) says whether a node and all its ancestors are true tokens; otherwise the true token is not
         among the candidates. `salts` is any hash of a path, and distinguishes wrong paths. `depths` are the nodes'
-        levels below the root, for distributions by depth. `true_tokens` (n,) replace the law's tokens if a grammar
+        levels below the root, for distributions by depth. `true_tokens` (n,) replace the model's tokens if a grammar
         demands others.
         """
         shape = path_is_true.shape
