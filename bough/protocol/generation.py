@@ -91,7 +91,7 @@ class Beginning(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Thoughts:
+class ReasoningMarks:
     """The marks around the reasoning of one answer."""
 
     begin: str
@@ -104,6 +104,9 @@ class Channels:
     """An answer of messages, whose headers say which are reasoning (OpenAI's harmony format)."""
 
     header: str  # the part of the first message that is in the prompt
+
+
+Reasoning = ReasoningMarks | Channels  # how an answer marks its reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,7 @@ class Started:
     seed: int
     model_name: str
     resumed_tokens: int = 0  # output tokens generated before this stream
-    thoughts: Thoughts | Channels | None = field(default=None, compare=False, repr=False)  # only in the orchestrator
+    reasoning: Reasoning | None = field(default=None, compare=False, repr=False)  # only in the orchestrator
 
 
 class VerifiedTree(NamedTuple):

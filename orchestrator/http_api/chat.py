@@ -12,8 +12,8 @@ from orchestrator.http_api.answers.answer import (
     Formats,
     FunctionCall,
     Head,
+    ReasoningText,
     Spell,
-    ThoughtText,
     chat_logprobs,
 )
 from orchestrator.http_api.fields.errors import Json, invalid
@@ -109,7 +109,7 @@ class ChatAnswer(Completion):
         content = self.contents[index]
         for piece in content.pieces(texts, is_end=is_end):
             match piece:
-                case ThoughtText(text) if self._has_reasoning:
+                case ReasoningText(text) if self._has_reasoning:
                     yield _reasoning(text)
                 case ContentText(text):
                     yield {"content": text}
@@ -125,14 +125,14 @@ class ChatAnswer(Completion):
 
     def _choice(self, index: int) -> Json:
         content = self.contents[index]
-        thoughts = "".join(content.thoughts) if self._has_reasoning else ""
+        reasoning = "".join(content.reasoning) if self._has_reasoning else ""
         # Null only with fields that allow a message without content: clients send the message back unchanged.
-        text = "".join(content.texts) or (None if content.calls or thoughts else "")
+        text = "".join(content.texts) or (None if content.calls or reasoning else "")
         message: Json = {"role": "assistant", "refusal": None, "content": text}
         if content.calls:
             message["tool_calls"] = [_call(call) for call in content.calls]
-        if content.num_thought is not None and self._has_reasoning:
-            message |= _reasoning(thoughts or None)
+        if content.num_reasoning is not None and self._has_reasoning:
+            message |= _reasoning(reasoning or None)
         entries = None if self._token_bytes is None else {"content": self._logprobs[index], "refusal": None}
         return {"index": index, "message": message, "logprobs": entries} | self._ending(index)
 

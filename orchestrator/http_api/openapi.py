@@ -180,14 +180,14 @@ _METRICS = _object(speculative_decoding=_SPECULATIVE)
 _WARNINGS = {"warnings": _list(TEXT)}
 _FUNCTION = _object(name=TEXT, arguments=TEXT)
 _CALL = _object(id=TEXT, type={"const": "function"}, function=_FUNCTION)
-_THOUGHTS = {"reasoning": _maybe(TEXT), "reasoning_content": _maybe(TEXT)}
+_REASONING = {"reasoning": _maybe(TEXT), "reasoning_content": _maybe(TEXT)}
 _MESSAGE = _object(
-    {"tool_calls": _list(_CALL)} | _THOUGHTS, role={"const": "assistant"}, refusal=NULL, content=_maybe(TEXT)
+    {"tool_calls": _list(_CALL)} | _REASONING, role={"const": "assistant"}, refusal=NULL, content=_maybe(TEXT)
 )
 _CALL_DELTA = _object(
     {"id": TEXT, "type": {"const": "function"}}, index=COUNT, function=_object({"name": TEXT}, arguments=TEXT)
 )
-_DELTA = _object({"role": {"const": "assistant"}, "content": TEXT, "tool_calls": _list(_CALL_DELTA)} | _THOUGHTS)
+_DELTA = _object({"role": {"const": "assistant"}, "content": TEXT, "tool_calls": _list(_CALL_DELTA)} | _REASONING)
 _IDS = {"id": TEXT, "created": COUNT, "model": TEXT}
 _CHUNK_FIGURES = {"usage": _maybe(_ref("Usage")), "metrics": ANYTHING} | _WARNINGS
 _MODEL = _object(id=TEXT, object={"const": "model"}, created=COUNT, owned_by={"const": "bough"}, max_model_len=COUNT)

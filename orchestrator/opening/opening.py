@@ -31,7 +31,7 @@ from orchestrator.cluster.worker_handle import Need, TargetHandle, Targets
 from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.prompt import OutputForm, continued_prompt, next_prompt, output_form, whole_prompt
 from orchestrator.opening.recorder import Recorder, as_recorded, lost_turn, request_record
-from orchestrator.reasoning.formats import thoughts_of
+from orchestrator.reasoning.formats import reasoning_of
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.sessions.session import Session
 
@@ -104,14 +104,14 @@ class Opening:
         require_size(prompt, largest.tokenizer, *limits)
         tokens = await self.directory.tokenizing.run(lambda: TokenHistory(self._tokens(prompt, options, past, largest)))
         require_room(tokens, *limits)
-        thoughts = thoughts_of(prompt, tokens, largest.tokenizer, self.config.reasoning_parser)
-        form = await output_form(prompt, options, largest.tokenizer, self.config.tool_call_parser, thoughts)
+        reasoning = reasoning_of(prompt, tokens, largest.tokenizer, self.config.reasoning_parser)
+        form = await output_form(prompt, options, largest.tokenizer, self.config.tool_call_parser, reasoning)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
         # Before any wait: concurrent requests must see each other.
         place = stream.resources.enter_context(TargetPlace(target))
         session, unseen = _session(stream, tokens, options, form, target, past.request), None
-        session.weights_hash, session.thoughts = past.weights_hash or target.info.weights_hash, thoughts
+        session.weights_hash, session.reasoning = past.weights_hash or target.info.weights_hash, reasoning
         # Without other knowledge, assume that everything is cached: if not, a small first tree costs little.
         cached = need.held.get(target.record.worker_id, 0) if need.knows_held else len(tokens)
         session.target_cached = min(cached, whole_blocks(len(tokens) - 1))

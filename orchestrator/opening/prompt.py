@@ -18,15 +18,15 @@ from bough.protocol.generation import (
     ChatPrompt,
     GenerateOptions,
     Prompt,
+    Reasoning,
     TextPrompt,
-    Thoughts,
     TokenPrompt,
     ToolChoice,
     Tools,
 )
 from bough.tokenization.chat_template import Variables, template_variables
 from bough.tokenization.tokenizer import Tokenizer
-from orchestrator.reasoning.formats import HARMONY_NAME, after_thoughts, shown
+from orchestrator.reasoning.formats import HARMONY_NAME, after_reasoning, shown
 from orchestrator.tools.formats import format_of, has_fields, tool_prompt
 from orchestrator.tools.harmony import HARMONY
 
@@ -92,7 +92,7 @@ async def output_form(
     options: GenerateOptions,
     tokenizer: Tokenizer,
     tool_format: str,
-    thoughts: Thoughts | Channels | None = None,
+    reasoning: Reasoning | None = None,
 ) -> OutputForm:
     """The output form that a request demands, in the configured format of tool calls, after any reasoning.
 
@@ -107,7 +107,9 @@ async def output_form(
     is_called = tools is not None and tools.choice is not ToolChoice.NONE
     if tools is not None and is_called:
         called = tools
-        form = await _in_turn(options.cache_salt, lambda: _of_tools(called, tokenizer, tool_format, demanded, thoughts))
+        form = await _in_turn(
+            options.cache_salt, lambda: _of_tools(called, tokenizer, tool_format, demanded, reasoning)
+        )
     if form.grammar and options.ignore_eos:
         raise InvalidRequest(
             "ignore_eos",
@@ -117,13 +119,13 @@ async def output_form(
         raise InvalidRequest(
             "min_tokens", "must be 0 with a constraint or required tool calls, which end where nothing can follow"
         )
-    if thoughts is None:
+    if reasoning is None:
         return form
-    grammar, is_whole = form.grammar, isinstance(thoughts, Channels) and is_called  # all messages, reasoning included
+    grammar, is_whole = form.grammar, isinstance(reasoning, Channels) and is_called  # all messages, reasoning included
     if grammar and not is_whole and (options.constraint is None or options.constraint.after_reasoning):
         field = "chat.tools" if options.constraint is None else "constraint"
-        grammar = after_thoughts(field, grammar, thoughts, tokenizer.added_tokens)
-    return OutputForm(grammar, {**shown(thoughts, tokenizer), **form.shown})
+        grammar = after_reasoning(field, grammar, reasoning, tokenizer.added_tokens)
+    return OutputForm(grammar, {**shown(reasoning, tokenizer), **form.shown})
 
 
 async def _in_turn(cache_salt: str, work: Callable[[], Result]) -> Result:
@@ -145,15 +147,15 @@ async def _in_turn(cache_salt: str, work: Callable[[], Result]) -> Result:
 
 
 def _of_tools(
-    tools: Tools, tokenizer: Tokenizer, tool_format: str, demanded: str, thoughts: Thoughts | Channels | None
+    tools: Tools, tokenizer: Tokenizer, tool_format: str, demanded: str, reasoning: Reasoning | None
 ) -> OutputForm:
     """The form of an output of tool calls; where the model may choose not to call, also the form of its answer.
 
     Without such a form it is free, unless names, arguments or number of calls are restricted. Raises
-    InvalidRequest if the functions cannot be called so, or the parser of calls does not go with that of thoughts.
+    InvalidRequest if the functions cannot be called so, or the parser of calls does not go with that of reasoning.
     """
     known = format_of(tool_format, tokenizer.tool_template)
-    if (known is HARMONY) is not isinstance(thoughts, Channels):
+    if (known is HARMONY) is not isinstance(reasoning, Channels):
         raise InvalidRequest(
             "chat.tools",
             f"must be left out, as the orchestrator's --tool-call-parser {HARMONY.name} goes with "

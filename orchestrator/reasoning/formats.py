@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from bough.config.processes import ANY_REASONING
 from bough.grammar.grammar import before
-from bough.protocol.generation import Beginning, Channels, ChatPrompt, Prompt, Thoughts
+from bough.protocol.generation import Beginning, Channels, ChatPrompt, Prompt, Reasoning, ReasoningMarks
 from bough.tokenization.tokenizer import AddedTokens, Tokenizer
 from orchestrator.tools.call_parser import written
 from orchestrator.tools.harmony import END, MARKS, MESSAGE, START, messages_grammar
@@ -40,7 +40,7 @@ FORMATS: Mapping[str, ReasoningFormat] = {
 }
 
 
-def thoughts_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer, named: str) -> Thoughts | Channels | None:
+def reasoning_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer, named: str) -> Reasoning | None:
     """The reasoning of an answer to a prompt with these tokens; None if the answer is not parsed.
 
     Only answers to chats are parsed: the output for other prompts is one text.
@@ -60,7 +60,7 @@ def thoughts_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer, nam
         beginning = Beginning.INSIDE
     else:
         beginning = Beginning.BEFORE
-    return Thoughts(known.begin, known.end, beginning)
+    return ReasoningMarks(known.begin, known.end, beginning)
 
 
 def _written_by(template: str) -> ReasoningFormat | None:
@@ -70,34 +70,34 @@ def _written_by(template: str) -> ReasoningFormat | None:
     return next((known for known in (THINK, BRACKETS) if known.begin in template or known.end in template), None)
 
 
-def shown(thoughts: Thoughts | Channels | None, tokenizer: Tokenizer) -> Mapping[int, str]:
+def shown(reasoning: Reasoning | None, tokenizer: Tokenizer) -> Mapping[int, str]:
     """The marks that are special tokens, which decoded text would leave out."""
-    marks: Sequence[str] = (thoughts.begin, thoughts.end) if isinstance(thoughts, Thoughts) else ()
-    marks = MARKS if isinstance(thoughts, Channels) else marks
+    marks: Sequence[str] = (reasoning.begin, reasoning.end) if isinstance(reasoning, ReasoningMarks) else ()
+    marks = MARKS if isinstance(reasoning, Channels) else marks
     return {token_id: text for token_id, text in tokenizer.special_tokens.items() if text in marks}
 
 
-def after_thoughts(field: str, grammar: str, thoughts: Thoughts | Channels, added_tokens: AddedTokens) -> str:
+def after_reasoning(field: str, grammar: str, reasoning: Reasoning, added_tokens: AddedTokens) -> str:
     """The grammar of an output with free reasoning, followed by text of this grammar, which `field` demands.
 
     Reasoning is text up to its end mark, which is one token or several. It must end if the prompt has opened it;
     otherwise it is optional. Two line breaks may follow it, as models write them.
     Raises InvalidRequest if the grammar would be too large.
     """
-    if isinstance(thoughts, Channels):
-        is_open = MESSAGE in thoughts.header
+    if isinstance(reasoning, Channels):
+        is_open = MESSAGE in reasoning.header
         return grammar if is_open else messages_grammar(field, "answer", (), grammar, added_tokens)
-    if thoughts.beginning is Beginning.AFTER:
+    if reasoning.beginning is Beginning.AFTER:
         return grammar
-    others = ranges(sorted(token.token_id for text, token in added_tokens.items() if text != thoughts.end))
-    end = f" | TEXT? {written(thoughts.end, added_tokens)}" if thoughts.end in added_tokens else ""
-    after = "thoughts GAP @answer"
+    others = ranges(sorted(token.token_id for text, token in added_tokens.items() if text != reasoning.end))
+    end = f" | TEXT? {written(reasoning.end, added_tokens)}" if reasoning.end in added_tokens else ""
+    after = "reasoning GAP @answer"
     rules = [
-        f"start: {after}" if thoughts.beginning is Beginning.INSIDE else f"start: @answer | GAP begin {after}",
-        f"begin: {written(thoughts.begin, added_tokens)}",
-        f"thoughts: (TEXT? <[{others}]>)* (spelled{end})" if others else f"thoughts: spelled{end}",
+        f"start: {after}" if reasoning.beginning is Beginning.INSIDE else f"start: @answer | GAP begin {after}",
+        f"begin: {written(reasoning.begin, added_tokens)}",
+        f"reasoning: (TEXT? <[{others}]>)* (spelled{end})" if others else f"reasoning: spelled{end}",
         r"GAP: /\n{0,2}/",
         r"TEXT: /(.|\n)+/",
-        rf"spelled[lazy]: /(.|\n)*/ {json.dumps(thoughts.end)}",
+        rf"spelled[lazy]: /(.|\n)*/ {json.dumps(reasoning.end)}",
     ]
     return before(field, "\n".join(rules), grammar)

@@ -14,14 +14,13 @@ import numpy as np
 from bough.errors import BoughError
 from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import (
-    Channels,
     Event,
     Finished,
     GenerateOptions,
+    Reasoning,
     Speculation,
     SpeculationMetrics,
     Started,
-    Thoughts,
     Tokens,
     Usage,
     VerifiedTree,
@@ -97,7 +96,7 @@ class Session:
     draft_held: int = 0
     draft_id: str = ""  # worker asked last
     prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt, before any round
-    thoughts: Thoughts | Channels | None = None  # how the output marks reasoning; None if it is not parsed
+    reasoning: Reasoning | None = None  # how the output marks reasoning; None if it is not parsed
     cache_salt: str = ""  # KV is shared only with sessions of the same salt
     born_us: int = 0  # when the session's first request began, as an epoch
     num_replayed: int = 0  # output tokens from before the request was resumed
@@ -256,7 +255,7 @@ class Session:
     def started(self, num_seen: int) -> Started:
         """The first event, for a client that has seen so many tokens of the output."""
         return Started(
-            self.request_id.name, self.prompt_length, self.sampling.seed, self.model_name, num_seen, self.thoughts
+            self.request_id.name, self.prompt_length, self.sampling.seed, self.model_name, num_seen, self.reasoning
         )
 
     def finished(self) -> Finished:

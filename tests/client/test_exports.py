@@ -12,7 +12,7 @@ import bough.client
 from bough import errors
 from bough.client import Client
 
-NOT_SENT = {"Thoughts", "Channels", "VerifiedTree"}  # of fields that only the orchestrator sets for its HTTP API
+NOT_SENT = {"ReasoningMarks", "Channels", "VerifiedTree"}  # of fields that only the orchestrator sets for its HTTP API
 
 
 def own_types(hint: object) -> Iterator[type]:

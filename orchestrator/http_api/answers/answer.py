@@ -43,7 +43,7 @@ Spell = Callable[[str], TokenBytes]  # takes a model's name
 Formats = Callable[[str], ToolFormat]  # takes a model's name
 
 
-class ThoughtText(NamedTuple):
+class ReasoningText(NamedTuple):
     """A piece of reasoning."""
 
     text: str
@@ -63,63 +63,63 @@ class AnswerContent:
 
     def __init__(self, choice_id: str, started: Started, tools: Tools | None, formats: Formats) -> None:
         """Ids of calls are made from `choice_id`. A request that was aborted before its model was known has none."""
-        self.thoughts: list[str] = []
+        self.reasoning: list[str] = []
         self.texts: list[str] = []  # text outside reasoning and calls
         self.calls: list[FunctionCall] = []
         self._choice_id = choice_id
         self._num_before_content = 0  # tokens
         may_call = tools is not None and tools.choice is not ToolChoice.NONE and bool(started.model_name)
-        self._reasoning: ReasoningParser | HarmonyParser | None = None
-        if isinstance(started.thoughts, Channels):
-            self._reasoning = HarmonyParser(started.thoughts, has_calls=may_call)
-        elif started.thoughts is not None:
-            self._reasoning = ReasoningParser(started.thoughts)
+        self._reasoning_parser: ReasoningParser | HarmonyParser | None = None
+        if isinstance(started.reasoning, Channels):
+            self._reasoning_parser = HarmonyParser(started.reasoning, has_calls=may_call)
+        elif started.reasoning is not None:
+            self._reasoning_parser = ReasoningParser(started.reasoning)
         self._format = formats(started.model_name) if may_call else None
         self._parser = self._format.parser(tools) if self._format is not None and tools is not None else None
 
     @property
-    def num_thought(self) -> int | None:
+    def num_reasoning(self) -> int | None:
         """Tokens of the reasoning, marks included; None if the model marks none."""
-        return None if self._reasoning is None else self._num_before_content if self.has_thoughts else 0
+        return None if self._reasoning_parser is None else self._num_before_content if self.has_reasoning else 0
 
     @property
-    def has_thoughts(self) -> bool:
+    def has_reasoning(self) -> bool:
         """Whether there is reasoning, even if it is empty."""
-        return self._reasoning is not None and self._reasoning.has_thoughts
+        return self._reasoning_parser is not None and self._reasoning_parser.has_reasoning
 
     @property
     def has_called(self) -> bool:
         """Whether there are calls, and the last one is complete."""
         return bool(self.calls) and self._parser is not None and not self._parser.is_in_call
 
-    def pieces(self, texts: Sequence[str], *, is_end: bool = False) -> Iterator[ThoughtText | Piece]:
+    def pieces(self, texts: Sequence[str], *, is_end: bool = False) -> Iterator[ReasoningText | Piece]:
         """The new pieces in the texts of further tokens, or in the last text; each is recorded when it is yielded."""
         # In messages reasoning may also come after content: the order within a round matters.
-        each = [(text,) for text in texts] if isinstance(self._reasoning, HarmonyParser) else [texts]
+        each = [(text,) for text in texts] if isinstance(self._reasoning_parser, HarmonyParser) else [texts]
         return self._noted([piece for group in each for piece in self._found(group, is_end=is_end)])
 
-    def _found(self, texts: Sequence[str], *, is_end: bool) -> list[ThoughtText | Piece]:
-        thoughts, text = self._parted(texts, is_end=is_end)
+    def _found(self, texts: Sequence[str], *, is_end: bool) -> list[ReasoningText | Piece]:
+        reasoning, text = self._parted(texts, is_end=is_end)
         pieces: Iterable[Piece] = [ContentText(text)] if text else []
         if self._parser is not None:
             pieces = (*self._parser.push(text), *(self._parser.finish() if is_end else ()))
-        return [*([ThoughtText(thoughts)] if thoughts else []), *pieces]
+        return [*([ReasoningText(reasoning)] if reasoning else []), *pieces]
 
     def _parted(self, texts: Sequence[str], *, is_end: bool) -> tuple[str, str]:
-        if self._reasoning is None:
+        if self._reasoning_parser is None:
             return "", "".join(texts)
         parts = []
         for text in texts:
-            self._num_before_content += self._reasoning.is_before_content and not is_end
-            parts.append(self._reasoning.push(text))
-        parts += [self._reasoning.finish()] if is_end else []
-        return "".join(part.thoughts for part in parts), "".join(part.content for part in parts)
+            self._num_before_content += self._reasoning_parser.is_before_content and not is_end
+            parts.append(self._reasoning_parser.push(text))
+        parts += [self._reasoning_parser.finish()] if is_end else []
+        return "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
 
-    def _noted(self, pieces: Iterable[ThoughtText | Piece]) -> Iterator[ThoughtText | Piece]:
+    def _noted(self, pieces: Iterable[ReasoningText | Piece]) -> Iterator[ReasoningText | Piece]:
         for piece in pieces:
             match piece:
-                case ThoughtText(text):
-                    self.thoughts.append(text)
+                case ReasoningText(text):
+                    self.reasoning.append(text)
                 case ContentText(text):
                     self.texts.append(text)
                 case CallBegun(name):
@@ -297,9 +297,9 @@ class Completion(Answer):
     def _usage(self) -> Json:
         prompt, cached, completion = self._counts()
         usage: Json = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        thought = [content.num_thought for content in self.contents.values() if content.num_thought is not None]
-        if thought:
-            usage["completion_tokens_details"] = {"reasoning_tokens": sum(thought)}
+        reasoning = [content.num_reasoning for content in self.contents.values() if content.num_reasoning is not None]
+        if reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
         return usage if cached is None else usage | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 

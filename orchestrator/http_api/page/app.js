@@ -137,10 +137,10 @@ function take(turn, chunk) {
   turn.requestId = chunk.id;
   const isAtEnd = byId("turns").getBoundingClientRect().bottom < byId("ask").getBoundingClientRect().top + 60;
   const { answer } = turn;
-  let isThought = false;
+  let isReasoning = false;
   for (const { delta, finish_reason } of chunk.choices) {
     turn.text += delta.content || "";
-    isThought ||= Boolean(delta.reasoning);
+    isReasoning ||= Boolean(delta.reasoning);
     turn.finish = finish_reason || turn.finish;
   }
   const round = chunk.metrics?.round;
@@ -148,7 +148,7 @@ function take(turn, chunk) {
     const index = turn.rounds.push(round) - 1;
     round.texts.forEach((text, i) => {
       const word = round.drafted[i] ? text : text.trimStart() || text; // the target's own are marked without spaces
-      const span = made("span", word, `${round.drafted[i] ? "kept" : "bonus"}${isThought ? " thought" : ""}`);
+      const span = made("span", word, `${round.drafted[i] ? "kept" : "bonus"}${isReasoning ? " reasoning" : ""}`);
       span.dataset.round = index;
       span.style.animationDelay = `${45 * i}ms`;
       answer.append(text.slice(0, text.length - word.length), span);

@@ -11,7 +11,15 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from bough.protocol.generation import Event, Finished, Function, Started, Tokens, Tools
-from orchestrator.http_api.answers.answer import Answer, AnswerContent, Formats, Head, Spell, ThoughtText, chat_logprobs
+from orchestrator.http_api.answers.answer import (
+    Answer,
+    AnswerContent,
+    Formats,
+    Head,
+    ReasoningText,
+    Spell,
+    chat_logprobs,
+)
 from orchestrator.http_api.fields.errors import CONTEXT_EXCEEDED, ApiError, Json
 from orchestrator.http_api.responses.fields import ResponseFields, TextFormatFields
 from orchestrator.tools.call_parser import ArgumentsText, CallBegun, ContentText
@@ -172,7 +180,7 @@ class ResponseAnswer(Answer):
         self._tools, self._formats = tools, formats
         self._items: list[Item] = []
         self._num_events = 0
-        self._num_thought = 0  # tokens
+        self._num_reasoning = 0  # tokens
         self._logprobs: list[Json] = []  # of tokens whose text is not certain yet
 
     def last_chunks(self) -> Iterator[Json]:
@@ -221,12 +229,12 @@ class ResponseAnswer(Answer):
     def _told_of(self, texts: Sequence[str], *, is_end: bool = False) -> Iterator[Json]:
         """The events for the texts of further tokens, or for the last text."""
         content = self.contents[0]
-        pieces, num_thought = content.pieces(texts, is_end=is_end), content.num_thought or 0
-        del self._logprobs[: num_thought - self._num_thought]  # those of reasoning are left out
-        self._num_thought = num_thought
+        pieces, num_reasoning = content.pieces(texts, is_end=is_end), content.num_reasoning or 0
+        del self._logprobs[: num_reasoning - self._num_reasoning]  # those of reasoning are left out
+        self._num_reasoning = num_reasoning
         for piece in pieces:
             match piece:
-                case ThoughtText(text):
+                case ReasoningText(text):
                     yield from self._add(text, REASONING)
                 case ContentText(text):
                     yield from self._add(text, MESSAGE)
@@ -299,6 +307,6 @@ class ResponseAnswer(Answer):
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": prompt - cached},
             "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": self._num_thought},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
             "total_tokens": prompt + completion,
         }

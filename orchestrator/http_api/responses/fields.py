@@ -42,7 +42,7 @@ NOT_KEPT = (
 # For each type of part, the key of its text; refusals occur in OpenAI's answers.
 _SAID = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 _RETURNED = {"input_text": "text"}
-_THOUGHT = {"reasoning_text": "text"}
+_REASONING = {"reasoning_text": "text"}
 _NAMED = '{"type": "function", "name": ...}'
 _CHOICE = ChoiceSpelling(
     "name", "tools", f'{_NAMED}, or {{"type": "allowed_tools", "mode": "auto" or "required", "tools": [{_NAMED}, ...]}}'
@@ -94,7 +94,7 @@ class ReasoningItem(Fields):
 
     type: Literal["reasoning"]
     content: Annotated[
-        str, BeforeValidator(partial(parts_text, keys=_THOUGHT)), WithJsonSchema(part_schema(_THOUGHT))
+        str, BeforeValidator(partial(parts_text, keys=_REASONING)), WithJsonSchema(part_schema(_REASONING))
     ] = ""
     ignored = frozenset({"id", "status", "summary", "encrypted_content"})
 
@@ -250,24 +250,24 @@ def conversation(fields: ResponseFields, tools: Tools | None) -> Conversation:
     """
     messages: list[Message] = []
     origins: list[str] = []  # of each message
-    thoughts = ""  # the assistant's, before its next message
+    reasoning_before = ""  # the assistant's, before its next message
     if fields.instructions is not None:
         messages, origins = [Message("system", fields.instructions)], ["instructions"]
     for index, item in enumerate(fields.input):
         match item:
             case MessageItem():
-                role, reasoning = item.role, thoughts if item.role == "assistant" else ""
+                role, reasoning = item.role, reasoning_before if item.role == "assistant" else ""
                 messages.append(Message("system" if role == "developer" else role, item.content, reasoning=reasoning))
-                thoughts = ""
+                reasoning_before = ""
             case CallOutput():
                 messages.append(Message("tool", item.output, tool_call_id=item.call_id))
             case InputCall():
-                if thoughts or not messages or messages[-1].role != "assistant":
-                    messages.append(Message("assistant", "", reasoning=thoughts))
-                    thoughts = ""
+                if reasoning_before or not messages or messages[-1].role != "assistant":
+                    messages.append(Message("assistant", "", reasoning=reasoning_before))
+                    reasoning_before = ""
                 messages[-1] = _with_call(messages[-1], item, index)
             case ReasoningItem():
-                thoughts += item.content
+                reasoning_before += item.content
         origins += [f"input[{index}]"] * (len(messages) - len(origins))
     if not messages:
         raise invalid("input", [item.type for item in fields.input], "have more than reasoning")

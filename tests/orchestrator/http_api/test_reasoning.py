@@ -1,4 +1,4 @@
-"""Thoughts in chunks and answers of a chat, from events, without a server."""
+"""Reasoning in chunks and answers of a chat, from events, without a server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from bough.protocol.generation import (
     Event,
     Finished,
     Function,
+    ReasoningMarks,
     SpeculationMetrics,
     Started,
-    Thoughts,
     Tokens,
     Tools,
     Usage,
@@ -32,14 +32,14 @@ from orchestrator.tools.formats import HERMES
 
 Json = dict[str, Any]
 
-INSIDE, BEFORE = (Thoughts("<think>", "</think>", one) for one in (Beginning.INSIDE, Beginning.BEFORE))
+INSIDE, BEFORE = (ReasoningMarks("<think>", "</think>", one) for one in (Beginning.INSIDE, Beginning.BEFORE))
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 CALLED: Json = {"tools": Tools((Function("f", "{}"),))}
 QUIET = StreamOptions()
 LOGPROB = PositionLogprobs(TokenLogprob(0, -0.5), ())
 
 
-def events(thoughts: Thoughts | None, *rounds: list[str], rest: str = "") -> list[Event]:
+def events(reasoning: ReasoningMarks | None, *rounds: list[str], rest: str = "") -> list[Event]:
     """Rounds of tokens with these texts, and the text that was held back."""
     tokens = [
         Tokens((0,) * len(said), (False,) * len(said), tuple(said), (LOGPROB,) * len(said), 1, 0, RoundTimings())
@@ -47,7 +47,7 @@ def events(thoughts: Thoughts | None, *rounds: list[str], rest: str = "") -> lis
     ]
     usage, speculation = Usage(5, sum(map(len, rounds)), 0), SpeculationMetrics(1, 0, 0, 1.0, (1,), 0)
     end = Finished("stop", "", rest, usage, speculation, RoundTimings(), ())
-    return [Started("r", 5, 1, "m", thoughts=thoughts), *tokens, end]
+    return [Started("r", 5, 1, "m", reasoning=reasoning), *tokens, end]
 
 
 def answered(
@@ -73,7 +73,7 @@ HM = ["<thi", "nk>", "\nHm", ", so.", "\n</", "think>"]
 
 
 @pytest.mark.parametrize(
-    ("said", "reasoning", "content", "num_thought"),
+    ("said", "reasoning", "content", "num_reasoning"),
     [
         (events(INSIDE, ["Hm", ", so."], ["\n", "</think>", "\n\nIt is", " 4."]), "Hm, so.", "It is 4.", 4),
         (events(BEFORE, HM, ["\n", "4"], rest="!"), "Hm, so.", "4!", 6),
@@ -85,12 +85,12 @@ HM = ["<thi", "nk>", "\nHm", ", so.", "\n</", "think>"]
     ],
 )
 def test_reasoning_is_a_separate_field_in_answers_and_streams(
-    said: list[Event], reasoning: str | None, content: str | None, num_thought: int
+    said: list[Event], reasoning: str | None, content: str | None, num_reasoning: int
 ) -> None:
     whole, chunks = answered(said, StreamOptions(continuous_usage_stats=True))
-    thoughts = {"reasoning": reasoning, "reasoning_content": reasoning}
-    assert whole["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": content} | thoughts
-    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_thought}
+    fields = {"reasoning": reasoning, "reasoning_content": reasoning}
+    assert whole["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": content} | fields
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
     assert chunks[-1]["usage"] == whole["usage"]
     message = joined(chunks)
     assert message["content"] == (content or "")
@@ -137,10 +137,10 @@ def test_calls_are_only_found_after_the_reasoning() -> None:
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("Well.", f"I could {CALL}")
     assert joined(chunks)["reasoning"] == f"I could {CALL}"
-    thought, _ = answered(events(INSIDE, [f"I could {CALL}"]), **CALLED)
-    assert thought["choices"][0]["finish_reason"] == "stop"
-    assert thought["choices"][0]["message"]["content"] is None
-    assert "tool_calls" not in thought["choices"][0]["message"]
+    whole, _ = answered(events(INSIDE, [f"I could {CALL}"]), **CALLED)
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert whole["choices"][0]["message"]["content"] is None
+    assert "tool_calls" not in whole["choices"][0]["message"]
 
 
 def response_events(said: list[Event], **how: Any) -> list[Json]:
@@ -155,9 +155,9 @@ def test_reasoning_is_the_first_item_of_a_response() -> None:
     for calls in ({}, CALLED):
         said = events(BEFORE, ["<think>", "Hm", ", so."], [" ", "</think>", "\n\nIt", " is"], [" 4."])
         told = response_events(said, **calls)
-        thought, message = told[-1]["response"]["output"]
-        assert (thought["type"], thought["status"]) == ("reasoning", "completed")
-        assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, so."}]
+        reasoning, message = told[-1]["response"]["output"]
+        assert (reasoning["type"], reasoning["status"]) == ("reasoning", "completed")
+        assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm, so."}]
         assert (message["type"], message["content"][0]["text"]) == ("message", "It is 4.")
         assert len(message["content"][0]["logprobs"]) == 3, "of its own tokens"
         assert told[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 5}
@@ -168,8 +168,8 @@ def test_reasoning_is_the_first_item_of_a_response() -> None:
         require_openai_form(told)
     (cut,) = response_events(events(INSIDE, ["Hm"], rest=" <"))[-1]["response"]["output"]
     assert cut["content"][0]["text"] == "Hm <"
-    thought, call = response_events(events(INSIDE, [f"Hm</think>{CALL}"]), **CALLED)[-1]["response"]["output"]
-    assert (thought["content"][0]["text"], call["name"]) == ("Hm", "f")
+    reasoning, call = response_events(events(INSIDE, [f"Hm</think>{CALL}"]), **CALLED)[-1]["response"]["output"]
+    assert (reasoning["content"][0]["text"], call["name"]) == ("Hm", "f")
     (plain,) = response_events(events(BEFORE, ["4", "."]))[-1]["response"]["output"]
     assert len(plain["content"][0]["logprobs"]) == 2
 
@@ -183,9 +183,10 @@ def require_openai_form(told: list[Json]) -> None:
 
 
 def test_reasoning_items_belong_to_the_next_message_of_the_assistant() -> None:
-    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
+    text = {"type": "reasoning_text", "text": "Hm"}
+    item = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [text]}
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    said = [{"role": "user", "content": "x"}, thought, {"role": "assistant", "content": "4"}, thought, call]
+    said = [{"role": "user", "content": "x"}, item, {"role": "assistant", "content": "4"}, item, call]
     asked = {"input": said, "reasoning": {"effort": "low"}, "chat_template_kwargs": {"a": 1}}
     prompt, _ = conversation(parse(ResponseFields, json.dumps(asked).encode()), None)
     assert [message.reasoning for message in prompt.messages] == ["", "Hm", "Hm"]

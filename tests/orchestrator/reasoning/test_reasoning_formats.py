@@ -23,15 +23,15 @@ from bough.protocol.generation import (
     GenerateOptions,
     Message,
     Prompt,
+    ReasoningMarks,
     TextPrompt,
-    Thoughts,
     ToolChoice,
     Tools,
 )
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 from orchestrator.opening.prompt import output_form, whole_prompt
-from orchestrator.reasoning.formats import FORMATS, thoughts_of
+from orchestrator.reasoning.formats import FORMATS, reasoning_of
 from orchestrator.reasoning.parser import Parted, ReasoningParser
 
 # Shortened templates of checkpoints: the parts on reasoning.
@@ -64,11 +64,13 @@ def tokenizer_of(template: str, *, has_tokens: bool = True, is_special: bool = F
     return Tokenizer(TokenizerFiles(tokenizer.to_str().encode(), template, (256,), "", "</s>"))
 
 
-def thoughts(template: str, kwargs: str = "", named: str = "auto", prompt: Prompt = ASKED, **tokens: bool) -> Thoughts:
+def marks_of(
+    template: str, kwargs: str = "", named: str = "auto", prompt: Prompt = ASKED, **tokens: bool
+) -> ReasoningMarks:
     tokenizer = tokenizer_of(template, **tokens)
     if isinstance(prompt, ChatPrompt):
         prompt = ChatPrompt(prompt.messages, prompt.tools, kwargs)
-    found = thoughts_of(prompt, whole_prompt(prompt, tokenizer, 300), tokenizer, named)
+    found = reasoning_of(prompt, whole_prompt(prompt, tokenizer, 300), tokenizer, named)
     assert found is not None
     return found
 
@@ -93,20 +95,20 @@ def thoughts(template: str, kwargs: str = "", named: str = "auto", prompt: Promp
 def test_the_prompt_decides_where_an_answer_begins(
     template: str, kwargs: str, beginning: Beginning, has_tokens: bool
 ) -> None:
-    found = thoughts(template, kwargs, has_tokens=has_tokens)
+    found = marks_of(template, kwargs, has_tokens=has_tokens)
     assert found.beginning is beginning
     assert (found.begin, found.end) == (("[THINK]", "[/THINK]") if template == MAGISTRAL else ("<think>", "</think>"))
 
 
 def test_a_parser_may_be_named_and_other_prompts_have_none() -> None:
     assert set(FORMATS) == set(REASONING_FORMATS)
-    assert thoughts(PLAIN, named="deepseek_r1").beginning is Beginning.INSIDE
-    assert thoughts(QWEN, NO_SWITCH, named="deepseek_r1").beginning is Beginning.AFTER
-    assert thoughts(PLAIN, named="qwen3").beginning is Beginning.BEFORE
-    assert thoughts(R1, named="mistral") == Thoughts("[THINK]", "[/THINK]", Beginning.BEFORE)
+    assert marks_of(PLAIN, named="deepseek_r1").beginning is Beginning.INSIDE
+    assert marks_of(QWEN, NO_SWITCH, named="deepseek_r1").beginning is Beginning.AFTER
+    assert marks_of(PLAIN, named="qwen3").beginning is Beginning.BEFORE
+    assert marks_of(R1, named="mistral") == ReasoningMarks("[THINK]", "[/THINK]", Beginning.BEFORE)
     for prompt, template, named in ((ASKED, PLAIN, "auto"), (ASKED, R1, "none"), (TextPrompt("<think>"), R1, "auto")):
         tokenizer = tokenizer_of(template)
-        assert thoughts_of(prompt, whole_prompt(prompt, tokenizer, 300), tokenizer, named) is None
+        assert reasoning_of(prompt, whole_prompt(prompt, tokenizer, 300), tokenizer, named) is None
 
 
 def test_earlier_reasoning_reaches_templates_that_read_it() -> None:
@@ -126,7 +128,7 @@ async def form(
     template: str, constraint: Constraint | None, tools: Tools | None = None, *, has_tokens: bool = True
 ) -> str:
     tokenizer, prompt = tokenizer_of(template, has_tokens=has_tokens), ChatPrompt(ASKED.messages, tools)
-    found = thoughts_of(prompt, whole_prompt(prompt, tokenizer, 300), tokenizer, "auto")
+    found = reasoning_of(prompt, whole_prompt(prompt, tokenizer, 300), tokenizer, "auto")
     return (await output_form(prompt, GenerateOptions(constraint=constraint), tokenizer, "auto", found)).grammar
 
 
@@ -157,15 +159,15 @@ async def test_a_constraint_applies_to_the_text_after_the_reasoning(
     after = Constraint(constraint.json_schema, constraint.regex, constraint.choices, constraint.lark, True)
     tokens = {"has_tokens": has_tokens}
     opened, may_open = await form(R1, after, has_tokens=has_tokens), await form(QWEN, after, has_tokens=has_tokens)
-    for thought in ("", "Hm, 1 < 2.\n", "</thi", "a <other> b <think>", "</s", "[THINK]" + bad):
+    for reasoning in ("", "Hm, 1 < 2.\n", "</thi", "a <other> b <think>", "</s", "[THINK]" + bad):
         for end in ("</think>", "<🐾/think>", "</thi🐾nk>\n", "</think>\n\n"):
             for answer, is_good in ((good, True), (bad, False), ("\n\n\n" + good, False), ("", False)):
                 if end.endswith("\n") and answer.startswith("\n"):
                     continue
-                assert allows(opened, thought + end + answer, R1, **tokens) is is_good, thought + end + answer
-                assert allows(may_open, "<think>" + thought + end + answer, QWEN, **tokens) is is_good
-        assert not allows(opened, thought + bad, R1, **tokens)
-        assert not allows(may_open, "<think>" + thought + bad, QWEN, **tokens)
+                assert allows(opened, reasoning + end + answer, R1, **tokens) is is_good, reasoning + end + answer
+                assert allows(may_open, "<think>" + reasoning + end + answer, QWEN, **tokens) is is_good
+        assert not allows(opened, reasoning + bad, R1, **tokens)
+        assert not allows(may_open, "<think>" + reasoning + bad, QWEN, **tokens)
     assert allows(may_open, good, QWEN, **tokens)
     assert not allows(may_open, bad, QWEN, **tokens)
     assert not allows(opened, "Hm.</think>" + bad + "</think>" + good, R1, **tokens), "the first mark is the end"
@@ -175,7 +177,7 @@ async def test_without_reasoning_a_constraint_applies_to_the_whole_output() -> N
     alone = await form(PLAIN, WORD)
     after = Constraint(regex="[a-z]+", after_reasoning=True)
     assert await form(PLAIN, after) == alone
-    assert await form(R1, WORD) == alone, "asked for over gRPC, where thoughts are not parted"
+    assert await form(R1, WORD) == alone, "asked for over gRPC, where reasoning is not separated"
     assert await form(V3, after) == alone, "the prompt has ended them"
     with pytest.raises(InvalidRequest, match="constraint: must make a grammar of at most 131072 characters, got 1"):
         await form(R1, Constraint(lark='start: "a"\n' + "// é\n" * 26_000, after_reasoning=True))
@@ -204,7 +206,7 @@ async def test_with_a_constraint_the_text_after_the_reasoning_is_a_call_or_meets
 async def test_marks_that_are_special_tokens_are_part_of_a_chat_s_text() -> None:
     for is_special in (True, False):
         tokenizer = tokenizer_of(MAGISTRAL, is_special=is_special)
-        found = thoughts_of(ASKED, whole_prompt(ASKED, tokenizer, 300), tokenizer, "auto")
+        found = reasoning_of(ASKED, whole_prompt(ASKED, tokenizer, 300), tokenizer, "auto")
         shown = (await output_form(ASKED, GenerateOptions(), tokenizer, "auto", found)).shown
         text = tokenizer.decode_showing(tokenizer.encode_more("[THINK]Hm.[/THINK]4<other>"), shown)
         assert text == "[THINK]Hm.[/THINK]4" + ("" if is_special else "<other>")
@@ -215,12 +217,12 @@ INSIDE, BEFORE, AFTER = Beginning.INSIDE, Beginning.BEFORE, Beginning.AFTER
 
 def part(beginning: Beginning, pieces: list[str], family: str = "qwen3") -> tuple[str | None, str]:
     """The reasoning of an output, or None, and its content."""
-    parser = ReasoningParser(Thoughts(FORMATS[family].begin, FORMATS[family].end, beginning))
+    parser = ReasoningParser(ReasoningMarks(FORMATS[family].begin, FORMATS[family].end, beginning))
     parted = [*(parser.push(text) for text in pieces), parser.finish()]
-    thoughts = "".join(one.thoughts for one in parted)
-    assert parser.has_thoughts or not thoughts
+    reasoning = "".join(one.reasoning for one in parted)
+    assert parser.has_reasoning or not reasoning
     assert parser.finish() == Parted("", ""), "nothing is told twice"
-    return thoughts if parser.has_thoughts else None, "".join(one.content for one in parted)
+    return reasoning if parser.has_reasoning else None, "".join(one.content for one in parted)
 
 
 TEXTS = [
@@ -267,8 +269,8 @@ def read(beginning: Beginning, text: str) -> tuple[str | None, str]:
     marked = re.match(r"\s*<think>", text)
     if marked is None and beginning is not INSIDE:
         return None, text
-    thoughts, _, content = (text if marked is None else text[marked.end() :]).partition("</think>")
-    return thoughts.strip(), content.lstrip()
+    reasoning, _, content = (text if marked is None else text[marked.end() :]).partition("</think>")
+    return reasoning.strip(), content.lstrip()
 
 
 @given(st.sampled_from(Beginning), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.sets(st.integers(0, 60)))

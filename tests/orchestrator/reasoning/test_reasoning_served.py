@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow  # running services are called
 Json = dict[str, Any]
 
 CHAT = "/v1/chat/completions"
-END, ENDS_THOUGHTS = 261, 257
+END, ENDS_REASONING = 261, 257
 TEMPLATE = (
     "{% for m in messages %}{% if m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}{{ m.content }}\n"
     "{% endfor %}"
@@ -59,7 +59,7 @@ async def http(served: Stack) -> AsyncIterator[httpx.AsyncClient]:
 
 
 A, B = (ord(letter) - ord("!") for letter in "ab")  # as `save_tokenizer` numbers them
-LIKELY = dict.fromkeys((A, B, ENDS_THOUGHTS, END), 60.0)
+LIKELY = dict.fromkeys((A, B, ENDS_REASONING, END), 60.0)
 
 
 def body(**fields: Any) -> Json:
@@ -92,16 +92,16 @@ async def test_reasoning_is_separated_in_answers_and_streams_and_trees_change_no
     for seed in range(8):
         whole = await answered(http, seed=seed, logprobs=True)
         tokens = "".join(entry["token"] for entry in whole["logprobs"]["content"]).removesuffix("</s>")
-        thoughts, mark, content = tokens.partition("</think>")
-        assert (whole["reasoning"], whole["content"]) == (thoughts or None, content or (None if thoughts else ""))
+        reasoning, mark, content = tokens.partition("</think>")
+        assert (whole["reasoning"], whole["content"]) == (reasoning or None, content or (None if reasoning else ""))
         assert whole["reasoning_content"] == whole["reasoning"]
         details = whole["usage"]["completion_tokens_details"]
-        assert details == {"reasoning_tokens": len(thoughts) + (1 if mark else whole["reason"] == "stop")}
-        said = {"reasoning": thoughts, "content": content}
+        assert details == {"reasoning_tokens": len(reasoning) + (1 if mark else whole["reason"] == "stop")}
+        said = {"reasoning": reasoning, "content": content}
         assert {"reasoning": "", **await streamed(http, seed=seed)} == said
         plain = await answered(http, seed=seed, speculation=False)
         assert (plain["reasoning"], plain["content"]) == (whole["reasoning"], whole["content"])
-        kinds.add((bool(thoughts), bool(content)))
+        kinds.add((bool(reasoning), bool(content)))
     assert (True, True) in kinds
     left_out = await answered(http, seed=1, include_reasoning=False)
     assert left_out.keys() & {"reasoning", "reasoning_content"} == set()

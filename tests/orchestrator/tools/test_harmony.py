@@ -28,7 +28,7 @@ from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
 from orchestrator.http_api.responses.fields import ResponseFields
 from orchestrator.opening.prompt import OutputForm, output_form, whole_prompt
-from orchestrator.reasoning.formats import thoughts_of
+from orchestrator.reasoning.formats import reasoning_of
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.tools.formats import format_of
 from orchestrator.tools.harmony import HARMONY, MARKS
@@ -39,7 +39,7 @@ from tests.orchestrator.http_api.test_reasoning import answered, events, joined
 Json = dict[str, Any]
 
 NEXT = "<|end|><|start|>assistant"
-THOUGHT, FINAL = "<|channel|>analysis<|message|>Hm, 2 < 3.", "<|channel|>final<|message|>"
+REASONING, FINAL = "<|channel|>analysis<|message|>Hm, 2 < 3.", "<|channel|>final<|message|>"
 PLAN = "<|channel|>commentary<|message|>I look."
 CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
 CITY = '{"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}'
@@ -61,25 +61,25 @@ def model() -> Tokenizer:
 
 async def form(tools: Tools | None = None, **options: Any) -> OutputForm:
     prompt = ChatPrompt(QUESTION, tools)
-    thoughts = thoughts_of(prompt, whole_prompt(prompt, model(), 300), model(), "auto")
-    assert thoughts == Channels("assistant")
-    return await output_form(prompt, GenerateOptions(**options), model(), "auto", thoughts)
+    reasoning = reasoning_of(prompt, whole_prompt(prompt, model(), 300), model(), "auto")
+    assert reasoning == Channels("assistant")
+    return await output_form(prompt, GenerateOptions(**options), model(), "auto", reasoning)
 
 
 # An output, and its reasoning, content and call with tools.
 OUTPUTS: dict[str, tuple[str, str, str, tuple[str, str] | None]] = {
-    "thoughts and an answer": (f"{THOUGHT}{NEXT}{FINAL}It is *so*.<|return|>", "Hm, 2 < 3.", "It is *so*.", None),
+    "reasoning and an answer": (f"{REASONING}{NEXT}{FINAL}It is *so*.<|return|>", "Hm, 2 < 3.", "It is *so*.", None),
     "an answer": (f"{FINAL}Wél<|l|>.\n<|return|>", "", "Wél<|l|>.\n", None),
     "a form": ('<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>', "", '{"a": 1}', None),
-    "a call": (f"{THOUGHT}{NEXT}{CALL}", "Hm, 2 < 3.", "", ROME),
+    "a call": (f"{REASONING}{NEXT}{CALL}", "Hm, 2 < 3.", "", ROME),
     "a call as templates write it": (
-        f'{THOUGHT}{NEXT} to=functions.weather<|channel|>commentary json<|message|>{{"city": "Rome"}}<|call|>',
+        f'{REASONING}{NEXT} to=functions.weather<|channel|>commentary json<|message|>{{"city": "Rome"}}<|call|>',
         "Hm, 2 < 3.", "", ROME,
     ),
     "a plan before a call": (
-        f"{PLAN}{NEXT}{THOUGHT}{NEXT}{CALL}", "Hm, 2 < 3.", "I look.", ROME
+        f"{PLAN}{NEXT}{REASONING}{NEXT}{CALL}", "Hm, 2 < 3.", "I look.", ROME
     ),
-    "thoughts twice": (f"{THOUGHT}{NEXT}{THOUGHT}{NEXT}{FINAL}4", "Hm, 2 < 3.\nHm, 2 < 3.", "4", None),
+    "reasoning twice": (f"{REASONING}{NEXT}{REASONING}{NEXT}{FINAL}4", "Hm, 2 < 3.\nHm, 2 < 3.", "4", None),
     "a call of a tool that is none": (
         "<|channel|>analysis to=python code<|message|>print(1)<|call|>", "print(1)", "", None
     ),
@@ -92,8 +92,8 @@ OUTPUTS: dict[str, tuple[str, str, str, tuple[str, str] | None]] = {
         "<|channel|>commentary to=functions.weather <|constrain|>json<|message|> Rome<|call|>", " Rome", "", None
     ),
     "no messages at all": ("2 < 3 <|", "", "2 < 3 <|", None),
-    "cut off in thoughts": ("<|channel|>analysis<|message|>Hm <|", "Hm <|", "", None),
-    "cut off in a header": (f"{THOUGHT}<|end|><|start|>assis", "Hm, 2 < 3.", "", None),
+    "cut off in reasoning": ("<|channel|>analysis<|message|>Hm <|", "Hm <|", "", None),
+    "cut off in a header": (f"{REASONING}<|end|><|start|>assis", "Hm, 2 < 3.", "", None),
     "cut off in the first header": ("<|start|>assistant", "", "", None),
     "marks out of place": (f"{FINAL}4<|constrain|>2<|message|>.", "", "42.", None),
     "nothing": ("", "", "", None),
@@ -102,9 +102,9 @@ OUTPUTS: dict[str, tuple[str, str, str, tuple[str, str] | None]] = {
 
 def said(output: str, size: int = 0, **how: Any) -> tuple[Json, Json]:
     """The message of an output that comes by characters, and what a client puts together of its stream."""
-    thoughts = Channels("assistant")
+    reasoning = Channels("assistant")
     pieces = [output[at : at + size] for at in range(0, len(output), size)] if size else [output]
-    whole, chunks = answered(events(thoughts, pieces), formats=lambda _: HARMONY, **how)
+    whole, chunks = answered(events(reasoning, pieces), formats=lambda _: HARMONY, **how)
     (choice,) = whole["choices"]
     told = joined(chunks)
     deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
@@ -116,10 +116,10 @@ def said(output: str, size: int = 0, **how: Any) -> tuple[Json, Json]:
 @pytest.mark.parametrize("size", [0, 1, 2, 7])
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_messages_are_parted_whole_and_streamed_in_whatever_pieces_they_come(name: str, size: int) -> None:
-    output, thoughts, content, call = OUTPUTS[name]
+    output, reasoning, content, call = OUTPUTS[name]
     whole, told = said(output, size, tools=TOOLS)
-    assert (whole["reasoning"] or "", whole["content"] or "") == (thoughts, content)
-    assert (told.get("reasoning", ""), told["content"], told.get("call")) == (thoughts, content, call)
+    assert (whole["reasoning"] or "", whole["content"] or "") == (reasoning, content)
+    assert (told.get("reasoning", ""), told["content"], told.get("call")) == (reasoning, content, call)
     assert whole["reason"] == ("stop" if call is None else "tool_calls")
     if call is not None:
         ((_, _, function),) = (tuple(one.values()) for one in whole["tool_calls"])
@@ -139,7 +139,7 @@ def test_an_answer_that_the_prompt_has_begun_is_content_at_once(begun: str) -> N
 
 def test_items_of_a_response_come_in_the_order_in_which_they_were_said() -> None:
     """However many tokens a round has."""
-    output = f"{PLAN}{NEXT}{THOUGHT}{NEXT}{CALL}"
+    output = f"{PLAN}{NEXT}{REASONING}{NEXT}{CALL}"
     fields = repeated(ResponseFields.model_validate({"input": "Hi"}), TOOLS)
     kinds = set()
     for rounds in ([[*output]], [[character] for character in output]):
@@ -154,7 +154,9 @@ async def test_marks_that_are_special_tokens_reach_the_parser_and_no_client() ->
     shown = (await form()).shown
     assert set(shown.values()) == set(MARKS) == set((await form(TOOLS)).shown.values())
     stream = TextStream(lambda tokens: model().decode_showing(tokens, shown))
-    output = [stream.push(token).text for token in model().encode_more(f"{THOUGHT}{NEXT}{FINAL}Wél<think>l.<|return|>")]
+    output = [
+        stream.push(token).text for token in model().encode_more(f"{REASONING}{NEXT}{FINAL}Wél<think>l.<|return|>")
+    ]
     whole, _ = answered(events(Channels("assistant"), output, rest=stream.finish()))
     message = whole["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("Hm, 2 < 3.", "Wéll.")
@@ -175,9 +177,9 @@ async def test_a_required_call_allows_reasoning_and_a_call() -> None:
         "<|channel|>commentary to=functions.weather ", " to=functions.weather<|channel|>commentary "
     )
     for text, is_allowed in (
-        (call, True), (f"{THOUGHT}{NEXT}{call}", True), (templates, True),
-        (templates.replace("<|constrain|>", ""), True), (f"{PLAN}{NEXT}{call}", True), (THOUGHT, False),
-        (call.replace("Rome", "Oslo"), False), (f"{THOUGHT}{NEXT}{FINAL}Rome.", False), ("", False), ("{}", False),
+        (call, True), (f"{REASONING}{NEXT}{call}", True), (templates, True),
+        (templates.replace("<|constrain|>", ""), True), (f"{PLAN}{NEXT}{call}", True), (REASONING, False),
+        (call.replace("Rome", "Oslo"), False), (f"{REASONING}{NEXT}{FINAL}Rome.", False), ("", False), ("{}", False),
         (call + NEXT + call, False),
     ):  # fmt: skip
         assert await allowed(text, MUST) is is_allowed, text
@@ -195,7 +197,7 @@ async def test_where_the_model_decides_strict_functions_and_forms_are_followed()
     word = Constraint(regex="[a-z]+", after_reasoning=True)
     for tools in (None, TOOLS):
         for text, is_allowed in (
-            (f"{FINAL}well", True), (f"{THOUGHT}{NEXT}{FINAL}well", True), (f"{FINAL}Well", False),
+            (f"{FINAL}well", True), (f"{REASONING}{NEXT}{FINAL}well", True), (f"{FINAL}Well", False),
             (call, tools is TOOLS), (f"{PLAN}{NEXT}{FINAL}well", False), ("well", False),
         ):  # fmt: skip
             assert await allowed(text, tools, constraint=word) is is_allowed, text
@@ -213,11 +215,11 @@ async def test_where_the_model_decides_strict_functions_and_forms_are_followed()
 
 async def test_tools_are_refused_where_an_operator_names_only_one_of_the_two_parsers() -> None:
     """What an answer calls would not be found, and its marks would be content."""
-    for tool_format, thoughts in (("auto", None), ("hermes", Channels("assistant"))):
+    for tool_format, reasoning in (("auto", None), ("hermes", Channels("assistant"))):
         with pytest.raises(InvalidRequest, match=r"^chat\.tools: must be .* openai goes with .* openai_gptoss alone"):
-            await output_form(ChatPrompt(QUESTION, TOOLS), GenerateOptions(), model(), tool_format, thoughts)
+            await output_form(ChatPrompt(QUESTION, TOOLS), GenerateOptions(), model(), tool_format, reasoning)
         untold = ChatPrompt(QUESTION, replace(TOOLS, choice=ToolChoice.NONE))
-        await output_form(untold, GenerateOptions(), model(), tool_format, thoughts)
+        await output_form(untold, GenerateOptions(), model(), tool_format, reasoning)
 
 
 def test_the_template_gets_effort_tools_calls_reasoning_and_answers() -> None:

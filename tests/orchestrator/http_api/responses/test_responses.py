@@ -47,7 +47,7 @@ NAMED: Json = {"type": "function", "name": "f"}
 TOOL: Json = {"type": "function", "name": "f", "description": "F.", "parameters": {"type": "object"}, "strict": True}
 CALL: Json = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"}
 RETURNED: Json = {"type": "function_call_output", "call_id": "call_1", "output": "x"}
-THOUGHT: Json = {"type": "reasoning", "id": "rs_1", "summary": []}
+REASONING: Json = {"type": "reasoning", "id": "rs_1", "summary": []}
 USER: Json = {"role": "user", "content": "x"}
 
 
@@ -147,7 +147,7 @@ async def test_a_conversation_is_the_prompt_that_a_chat_has(door: HttpStack) -> 
     expected = await door.answer(CHAT, CHAT_BODY | {"messages": [*said, *CHAT_BODY["messages"]]})
     items: list[Json] = [
         {"role": "user", "content": [{"type": "input_text", "text": "b"}, {"type": "input_text", "text": "c"}]},
-        THOUGHT,
+        REASONING,
         {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "phase": None}
         | {"content": [{"type": "output_text", "text": "d", "annotations": [], "logprobs": []}]},
         {"type": "message", "role": "user", "content": QUESTION},
@@ -213,7 +213,7 @@ async def test_an_aborted_request_is_a_cancelled_response(door: HttpStack) -> No
         ("input[0].arguments", [CALL | {"arguments": "[1]"}]),
         ("input[0].output", [RETURNED | {"output": {}}]),
         ("input[128]", [CALL] * 129),
-        ("input", [THOUGHT]),
+        ("input", [REASONING]),
         ("instructions", ["x"]),
         ("max_tokens", 3),
         ("n", 2),
