@@ -44,24 +44,24 @@ def left(program: str, *arguments: str, num_read: int = 0) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("buffered", [True, False])
-def test_a_reader_that_is_gone_ends_a_command_without_a_word(buffered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_reader_ends_a_command_silently(buffered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What little it has to say is written at its end, or line by line."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "" if buffered else "1")
     assert left(COMMAND, "doctor", "--address", "127.0.0.1:1") == (EXIT_PIPE, b"")
 
 
-def test_help_that_nobody_reads_is_no_error() -> None:
+def test_help_without_a_reader_is_no_error() -> None:
     """argparse itself takes no notice of what it could not write."""
     status, errors = left(COMMAND, "--help")
     assert status in (0, EXIT_PIPE)
     assert errors == b""
 
 
-def test_a_reader_that_has_read_enough_does_too() -> None:
+def test_a_reader_that_stops_reading_ends_a_command_silently() -> None:
     assert left(PRINTS_MUCH, num_read=100) == (EXIT_PIPE, b"")
 
 
-def test_an_output_that_is_read_ends_as_it_should() -> None:
+def test_a_command_with_a_reader_ends_normally() -> None:
     arguments = ["doctor", "--address", "127.0.0.1:1"]
     ended = subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, check=False)
     assert (ended.returncode, ended.stderr) == (1, b"")
@@ -69,7 +69,7 @@ def test_an_output_that_is_read_ends_as_it_should() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("generate", "hello"), ("top",), ("doctor",)])
-def test_a_command_that_a_script_has_in_the_background_ends_by_sigint(arguments: tuple[str, ...]) -> None:
+def test_a_background_command_of_a_script_ends_by_sigint(arguments: tuple[str, ...]) -> None:
     """The shell of a script has `command &` ignore it, and `bough generate &` went on until it was killed."""
     ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -28,7 +28,7 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("bough up --target ", ""),
     ],
 )
-def test_bash_completes(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_commands_and_flags(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = words.split(" ")
     asked = f"COMP_WORDS=({' '.join(repr(word) for word in line)}); COMP_CWORD={len(line) - 1}; _bough"
     command = f'{script("bash", capsys)}\n{asked}\necho "${{COMPREPLY[@]}}"'

@@ -74,7 +74,7 @@ def pasted(namespace: str, *command: str, typed: str = "") -> str:
 
 
 @pytest.mark.pipeline
-def test_curl_as_in_the_readme_is_answered(namespace: str) -> None:
+def test_curl_of_the_readme_is_answered(namespace: str) -> None:
     (block,) = blocks("bash")
     answer = pasted(namespace, "bash", "-c", block)
     assert re.search(r'"finish_reason": ?"(length|stop)"', answer), answer
@@ -82,7 +82,7 @@ def test_curl_as_in_the_readme_is_answered(namespace: str) -> None:
 
 @pytest.mark.pipeline
 @pytest.mark.parametrize("number", range(2), ids=["openai", "grpc"])
-def test_python_as_in_the_readme_is_answered(namespace: str, number: int) -> None:
+def test_python_of_the_readme_is_answered(namespace: str, number: int) -> None:
     block = blocks("python")[number]
     if "from openai" in block:
         pytest.importorskip("openai")
@@ -90,7 +90,7 @@ def test_python_as_in_the_readme_is_answered(namespace: str, number: int) -> Non
 
 
 @pytest.mark.pipeline
-def test_commands_of_the_shell(namespace: str) -> None:
+def test_shell_commands_of_the_readme_work(namespace: str) -> None:
     """Those that ask a running bough; each is the README's own line."""
     for name in ("generate", "chat", "doctor", "explain"):
         line, typed = line_of(name), "Hello\n" if name == "chat" else ""
@@ -116,7 +116,7 @@ def line_of(command: str) -> str:
         pytest.param("simulate", "--no-purchases", "10", marks=pytest.mark.long),
     ],
 )
-def test_commands_that_ask_nobody(
+def test_commands_that_need_no_server_work(
     command: str, more: str, expected: str, tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a model in place of FOLDER, and what makes each quick: speeds that are given, and no purchases."""
@@ -126,12 +126,12 @@ def test_commands_that_ask_nobody(
     assert expected in "".join(capsys.readouterr())
 
 
-def test_pages_that_the_readme_names_exist() -> None:
+def test_pages_linked_in_the_readme_exist() -> None:
     for name in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / name).exists(), name
 
 
-def test_targets_of_make_that_the_readme_names_exist() -> None:
+def test_make_targets_named_in_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for name in re.findall(r"^make (\w+)", README, re.MULTILINE):
         assert re.search(rf"^{name}:", makefile, re.MULTILINE), name

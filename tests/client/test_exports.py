@@ -45,19 +45,19 @@ def is_value(kind: type) -> bool:
     return not issubclass(kind, enum.Enum) and (dataclasses.is_dataclass(kind) or issubclass(kind, tuple))
 
 
-def test_all_types_of_the_clients_signatures_are_exported() -> None:
+def test_all_types_in_the_clients_signatures_are_exported() -> None:
     missing = {kind for kind in reachable() if getattr(bough.client, kind.__name__, None) is not kind}
     assert not missing
     assert {kind.__name__ for kind in reachable()} <= set(bough.client.__all__)
 
 
-def test_errors_that_callers_can_do_something_about_are_exported() -> None:
+def test_errors_that_callers_can_handle_are_exported() -> None:
     kinds = (errors.InvalidRequest, errors.Exhausted, errors.Unavailable, errors.NotFound, errors.DeadlineExceeded)
     others = (errors.BoughError, errors.ContextExceeded, errors.AlreadyRunning, errors.StaleEpoch, errors.NoAnswer)
     for error in (*kinds, *others, errors.Unauthenticated, errors.ConfigError):
         assert getattr(bough.client, error.__name__) is error
 
 
-def test_each_exported_name_is_there_and_in_order() -> None:
+def test_exported_names_exist_and_are_sorted() -> None:
     assert sorted(bough.client.__all__) == bough.client.__all__
     assert all(hasattr(bough.client, name) for name in bough.client.__all__)

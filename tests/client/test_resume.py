@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow  # running services are called
 
 
 @pytest.mark.parametrize("stop", [(), ("tr",), ("y 木",), ("🌳b", "bb"), ("never",)])
-async def test_a_finished_request_from_every_token(fakes: Fleet, stop: tuple[str, ...]) -> None:
+async def test_a_finished_request_can_be_resumed_from_every_token(fakes: Fleet, stop: tuple[str, ...]) -> None:
     """On another orchestrator, with the tokens or without: texts, stops and lengths join."""
     await fakes.target("t1")
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
@@ -45,7 +45,7 @@ async def test_a_finished_request_from_every_token(fakes: Fleet, stop: tuple[str
 
 
 @pytest.mark.parametrize("stop", [(), ("b木",)])
-async def test_a_request_of_which_only_the_client_knows(fakes: Fleet, stop: tuple[str, ...]) -> None:
+async def test_a_request_that_only_the_client_knows_can_be_resumed(fakes: Fleet, stop: tuple[str, ...]) -> None:
     """The index has lost everything: what the client sends back is all there is."""
     target, _ = await fakes.target("t1")
     _, server = await fakes.orchestrator()
@@ -62,7 +62,7 @@ async def test_a_request_of_which_only_the_client_knows(fakes: Fleet, stop: tupl
 
 
 @pytest.mark.parametrize("num_rounds", [0, 1, 4, 9])
-async def test_a_stream_that_was_left_is_gone_on_with(fakes: Fleet, num_rounds: int) -> None:
+async def test_an_abandoned_stream_is_resumed(fakes: Fleet, num_rounds: int) -> None:
     """The transcript may be behind what the client has seen, or ahead of it."""
     await fakes.target("t1")
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
@@ -74,7 +74,7 @@ async def test_a_stream_that_was_left_is_gone_on_with(fakes: Fleet, num_rounds: 
             assert begun.token_ids[:cut] + rest.token_ids == expected(fakes)
 
 
-async def test_what_was_generated_is_not_computed_again(fakes: Fleet) -> None:
+async def test_a_resumed_request_does_not_compute_generated_tokens_again(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     _, server = await fakes.orchestrator()
     async with Client(server.address) as client:
@@ -93,7 +93,7 @@ async def test_what_was_generated_is_not_computed_again(fakes: Fleet) -> None:
 
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["same orchestrator", "another"])
-async def test_a_resumed_request_takes_over_from_a_stream_that_still_runs(fakes: Fleet, is_same: bool) -> None:
+async def test_a_resumed_request_replaces_a_stream_that_still_runs(fakes: Fleet, is_same: bool) -> None:
     """Its place too: where no other was free, it was refused for the very place that the stream was about to leave."""
     target, _ = await fakes.target("t1")
     flags = ("--max-running", "1", "--max-waiting", "0")
@@ -111,7 +111,7 @@ async def test_a_resumed_request_takes_over_from_a_stream_that_still_runs(fakes:
     assert seen.token_ids == expected(fakes)
 
 
-async def test_what_was_aborted_stays_so(fakes: Fleet) -> None:
+async def test_an_aborted_request_cannot_be_resumed(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     _, server = await fakes.orchestrator()
     gate = Gate(target, 5)
@@ -149,7 +149,7 @@ async def test_what_was_aborted_stays_so(fakes: Fleet) -> None:
         ({"resume": Resume(3), "session_id": "s"}, "session_id: must be that of request_id 'r', got 's'"),
     ],
 )
-async def test_resuming_what_makes_no_sense(fakes: Fleet, changes: dict[str, object], message: str) -> None:
+async def test_invalid_resumptions_are_refused(fakes: Fleet, changes: dict[str, object], message: str) -> None:
     await fakes.target("t1")
     _, server = await fakes.orchestrator()
     async with Client(server.address) as client:
@@ -163,7 +163,7 @@ async def test_resuming_what_makes_no_sense(fakes: Fleet, changes: dict[str, obj
     assert rest.token_ids == expected(fakes)[58:]
 
 
-async def test_the_client_hides_that_its_orchestrator_died(fakes: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_client_hides_the_death_of_its_orchestrator(fakes: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     """One Started, every token once, one Finished, which tells; the log says at once that it tries again."""
     target, _ = await fakes.target("t1")
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
@@ -184,7 +184,7 @@ async def test_the_client_hides_that_its_orchestrator_died(fakes: Fleet, caplog:
     assert warning.startswith(f"connection lost, trying again for at most 60 s: {first.address} ")
 
 
-async def test_a_request_that_ends_its_servers_is_not_sent_to_a_third(fakes: Fleet) -> None:
+async def test_a_request_that_ends_two_servers_is_not_sent_to_a_third(fakes: Fleet) -> None:
     """One request ended every orchestrator of a cluster, as its client took it from each to the next."""
     target, _ = await fakes.target("t1")
     servers = [server for _, server in [await fakes.orchestrator() for _ in range(3)]]
@@ -202,7 +202,7 @@ async def test_a_request_that_ends_its_servers_is_not_sent_to_a_third(fakes: Fle
     assert killed == [server.address for server in servers[:2]]
 
 
-async def test_a_request_that_loses_a_server_before_its_first_token_goes_on_at_another(fakes: Fleet) -> None:
+async def test_a_request_that_loses_its_server_before_its_first_token_continues_at_another(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
 
@@ -215,7 +215,7 @@ async def test_a_request_that_loses_a_server_before_its_first_token_goes_on_at_a
         assert (await asyncio.wait_for(read(client), 30)).token_ids == expected(fakes)
 
 
-async def test_a_client_without_anyone_there_says_so_soon(fakes: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_without_any_server_fails_soon(fakes: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     async with Client("127.0.0.1:1", "127.0.0.1:2") as client:
         with pytest.raises(Unavailable, match="does not answer"):
             await asyncio.wait_for(read(client), 15)
@@ -224,7 +224,7 @@ async def test_a_client_without_anyone_there_says_so_soon(fakes: Fleet, caplog: 
     assert not caplog.records, "no connection was lost"
 
 
-async def test_one_of_several_addresses_is_enough(fakes: Fleet) -> None:
+async def test_one_reachable_address_is_enough(fakes: Fleet) -> None:
     await fakes.target("t1")
     _, server = await fakes.orchestrator()
     async with Client("127.0.0.1:1", server.address) as client:
@@ -233,7 +233,7 @@ async def test_one_of_several_addresses_is_enough(fakes: Fleet) -> None:
         assert (await read(client, renamed(OPTIONS, ""))).token_ids == expected(fakes)
 
 
-async def test_requests_without_names_get_one(fakes: Fleet) -> None:
+async def test_requests_without_names_get_names(fakes: Fleet) -> None:
     await fakes.target("t1")
     _, server = await fakes.orchestrator()
     async with Client(server.address) as client:
@@ -244,7 +244,7 @@ async def test_requests_without_names_get_one(fakes: Fleet) -> None:
     assert seen.token_ids == again.token_ids
 
 
-async def test_the_port_of_http_is_told_from_one_that_does_not_answer() -> None:
+async def test_an_http_port_is_distinguished_from_one_that_does_not_answer() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(16)
         writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
@@ -265,7 +265,7 @@ def test_a_client_needs_an_address() -> None:
 @pytest.mark.parametrize(
     "address", ["caf\udce9:7411", "127.0.0.1", "http://127.0.0.1:8000"], ids=["no text", "no port", "of HTTP"]
 )
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     """Without a port gRPC would ask at 443, and of a URL it would say that it does not answer."""
     with pytest.raises(
         ConfigError, match=r"addresses: must be such as 127\.0\.0\.1:7411 or grpcs://127\.0\.0\.1:7411, got"
@@ -273,7 +273,7 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         Client(address)
 
 
-async def test_a_stream_that_breaks_after_a_long_sweep_is_gone_on_with(fakes: Fleet) -> None:
+async def test_a_stream_that_breaks_after_a_long_sweep_is_resumed(fakes: Fleet) -> None:
     """Patience is with what follows the break, not with the sweep before it."""
     target, _ = await fakes.target("t1")
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
@@ -304,9 +304,7 @@ class Draining:
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
-async def test_orchestrators_that_drain_together_are_waited_for(
-    is_alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_client_waits_while_all_orchestrators_drain(is_alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that has not begun is asked again; where one address is known, its refusal is told soon."""
     monkeypatch.setattr("bough.client.client.START_PATIENCE_SECONDS", 0.0)
 

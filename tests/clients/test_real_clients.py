@@ -158,7 +158,7 @@ print(text)
 
 
 @needs("openai")
-def test_openai(served: Served, python: Python) -> None:
+def test_openai_client(served: Served, python: Python) -> None:
     """Models, chat whole and streamed, log-probabilities, several choices, completions, and errors by their class."""
     assert python.check(OPENAI, served.base_url).strip()
 
@@ -211,7 +211,7 @@ print(text)
 
 
 @needs("openai")
-def test_openai_responses(served: Served, python: Python) -> None:
+def test_openai_responses_client(served: Served, python: Python) -> None:
     """The same text as by chat, whole, streamed and by the package's own accumulator; and errors by their class."""
     assert python.check(RESPONSES, served.base_url).strip()
 
@@ -345,7 +345,7 @@ asyncio.run(main())
         pytest.param(AGENTS, marks=[needs("agents"), pytest.mark.long], id="openai-agents"),
     ],
 )
-async def test_tools_are_called_and_their_results_taken(tiny_cluster: Cluster, python: Python, code: str) -> None:
+async def test_clients_call_tools_and_return_their_results(tiny_cluster: Cluster, python: Python, code: str) -> None:
     """Whole and streamed, by a model whose weights are random: that what it calls is valid is the grammar's doing."""
     async with Client(tiny_cluster.address) as client:
         url, (model,) = (await client.server_info()).http_url, await client.models()
@@ -410,14 +410,14 @@ def model_of(served: Served) -> str:
         pytest.param(LITELLM, marks=[needs("litellm"), pytest.mark.long], id="litellm"),
     ],
 )
-def test_libraries_built_on_it(served: Served, python: Python, code: str) -> None:
+def test_libraries_built_on_the_openai_client(served: Served, python: Python, code: str) -> None:
     """The same seed gives the same text, streamed or not."""
     python.check(code, served.base_url, model_of(served))
 
 
 @pytest.mark.long
 @needs("llm")
-def test_llm(served: Served, tmp_path: Path) -> None:
+def test_llm_command(served: Served, tmp_path: Path) -> None:
     """Simon Willison's command, with the model in its extra-openai-models.yaml."""
     name = model_of(served)
     (tmp_path / "extra-openai-models.yaml").write_text(
@@ -432,7 +432,7 @@ def test_llm(served: Served, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("grpcurl", path=ENVIRONMENT["PATH"]) is None, reason="grpcurl is not installed")
-def test_grpcurl(served: Served) -> None:
+def test_grpcurl_command(served: Served) -> None:
     """By reflection alone: services are listed, and a call made, without a .proto file at hand."""
 
     def call(*arguments: str) -> str:

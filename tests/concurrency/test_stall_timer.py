@@ -5,14 +5,14 @@ from __future__ import annotations
 from bough.concurrency.stall_timer import StallTimer
 
 
-def test_calls_that_wait_while_no_sweep_ends_are_a_stall() -> None:
+def test_calls_waiting_without_a_finished_sweep_are_a_stall() -> None:
     stall = StallTimer()
     assert stall.seconds(True, 7, now=100) == 0
     assert stall.seconds(True, 7, now=109) == 9
     assert stall.seconds(True, 7, now=110) == 10, "a sweep that never ends is one"
 
 
-def test_a_sweep_that_ends_begins_the_wait_anew() -> None:
+def test_a_finished_sweep_restarts_the_stall_timer() -> None:
     stall = StallTimer()
     assert stall.seconds(True, 7, now=100) == 0
     assert stall.seconds(True, 8, now=109) == 0
@@ -20,7 +20,7 @@ def test_a_sweep_that_ends_begins_the_wait_anew() -> None:
     assert stall.seconds(True, 8, now=119) == 10
 
 
-def test_who_has_nothing_to_do_does_not_stall() -> None:
+def test_an_idle_worker_does_not_stall() -> None:
     stall = StallTimer()
     for now in (100, 200, 300):
         assert stall.seconds(False, 7, now=now) == 0

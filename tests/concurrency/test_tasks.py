@@ -10,7 +10,7 @@ import pytest
 from bough.concurrency import tasks
 
 
-async def test_a_cancellation_that_a_library_swallows_is_raised() -> None:
+async def test_a_cancellation_swallowed_by_a_library_is_raised() -> None:
     """Whether the library then returns, or fails."""
 
     async def swallow(failure: Exception | None) -> None:
@@ -28,7 +28,7 @@ async def test_a_cancellation_that_a_library_swallows_is_raised() -> None:
     assert all(task.cancelled() for task in swallowing)
 
 
-async def test_a_time_limit_is_no_cancellation() -> None:
+async def test_a_time_limit_is_not_a_cancellation() -> None:
     """It cancels from within, and takes that back; so does one around it."""
     with suppress(TimeoutError), tasks.cancellable():
         async with asyncio.timeout(0) as limit:
@@ -42,7 +42,7 @@ async def test_a_time_limit_is_no_cancellation() -> None:
     assert limit.expired()
 
 
-async def test_what_a_task_failed_with_is_not_raised() -> None:
+async def test_the_exception_of_an_ended_task_is_not_raised() -> None:
     """Whoever ends it wants it gone."""
 
     async def fail() -> None:
@@ -54,7 +54,7 @@ async def test_what_a_task_failed_with_is_not_raised() -> None:
     assert isinstance(failed.exception(), ValueError)
 
 
-async def test_work_is_done_to_the_end_before_a_cancellation_is_raised() -> None:
+async def test_work_finishes_before_a_cancellation_is_raised() -> None:
     done: list[str] = []
     is_begun, may_end = asyncio.Event(), asyncio.Event()
 
@@ -79,7 +79,7 @@ async def test_work_is_done_to_the_end_before_a_cancellation_is_raised() -> None
     assert done == ["work", "work"]
 
 
-async def test_what_work_fails_with_is_raised() -> None:
+async def test_the_exception_of_the_work_is_raised() -> None:
     async def fail() -> None:
         raise ValueError("on its own")
 
@@ -91,7 +91,7 @@ async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-async def test_what_is_not_first_is_cancelled_and_the_first_ones_exception_is_raised() -> None:
+async def test_slower_tasks_are_cancelled_and_the_first_ones_exception_is_raised() -> None:
     was_cancelled = asyncio.Event()
 
     async def wait_for_ever() -> None:

@@ -38,7 +38,7 @@ def source(*addresses: str) -> Callable[[int, SocketAddress], str]:
     return towards
 
 
-def test_what_is_given_is_advertised() -> None:
+def test_a_given_address_is_advertised() -> None:
     assert advertised(config("--host", "0.0.0.0", "--advertise", "node7"), 1) == "node7:1"
     assert advertised(config("--host", "10.0.0.7"), 2) == "10.0.0.7:2"
     assert advertised(config("--host", "::1"), 3) == "[::1]:3"
@@ -57,7 +57,7 @@ def test_auto_finds_the_address_towards_the_index(host: str, own: tuple[str, ...
     assert advertised_host(config("--host", host, "--index-url", REMOTE), source(*own)) == found
 
 
-def test_an_index_of_version_6_is_gone_towards_with_version_6() -> None:
+def test_an_ipv6_index_is_reached_from_an_ipv6_address() -> None:
     index = ("--index-url", "redis://[2001:db8::5]:6379")
     assert advertised_host(config("--host", "::", *index), source("10.0.0.7", "fd00::7")) == "fd00::7"
     with pytest.raises(ConfigError, match=r"2001:db8::5 this machine has no address"):
@@ -65,14 +65,14 @@ def test_an_index_of_version_6_is_gone_towards_with_version_6() -> None:
 
 
 @pytest.mark.parametrize(("own", "what"), [(("127.0.0.1",), "only 127.0.0.1"), ((), "no address")])
-def test_an_address_that_only_this_machine_reaches_is_refused(own: tuple[str, ...], what: str) -> None:
+def test_an_address_that_only_this_machine_can_reach_is_refused(own: tuple[str, ...], what: str) -> None:
     message = rf"--advertise: must be .*, got auto, .* index at 192\.0\.2\.77 this machine has {what}"
     with pytest.raises(ConfigError, match=message) as caught:
         advertised_host(config("--host", "0.0.0.0", "--index-url", REMOTE), source(*own))
     assert "secret" not in str(caught.value)
 
 
-def test_beside_an_index_on_this_machine_loopback_will_do() -> None:
+def test_loopback_is_allowed_with_an_index_on_this_machine() -> None:
     assert advertised_host(config("--host", "0.0.0.0", "--index-url", LOCAL)) == "127.0.0.1"
     assert advertised_host(config("--host", "0.0.0.0", "--index-url", "unix:///tmp/index.sock")) == "127.0.0.1"
 
@@ -83,7 +83,7 @@ def test_a_wildcard_is_not_advertised() -> None:
             advertised_host(config("--advertise", wildcard))
 
 
-def test_loopback_beside_an_index_elsewhere_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_loopback_with_an_index_elsewhere_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert advertised_host(config("--index-url", LOCAL)) == "127.0.0.1"
         assert not caplog.records
@@ -93,7 +93,7 @@ def test_loopback_beside_an_index_elsewhere_is_warned_of(caplog: pytest.LogCaptu
     assert "secret" not in record.getMessage()
 
 
-def test_wildcards_and_brackets() -> None:
+def test_wildcards_and_brackets_are_understood() -> None:
     assert [host for host in ("", "0.0.0.0", "::", "[::]", "::1", "127.0.0.1", "node7") if is_wildcard(host)] == [
         "", "0.0.0.0", "::", "[::]",
     ]  # fmt: skip
@@ -102,7 +102,7 @@ def test_wildcards_and_brackets() -> None:
 
 @pytest.mark.pipeline
 @pytest.mark.parametrize("host", ["0.0.0.0", "::1", "::"])
-async def test_processes_that_listen_there_reach_one_another(tmp_path: Path, host: str) -> None:
+async def test_processes_on_these_addresses_reach_each_other(tmp_path: Path, host: str) -> None:
     """Over real processes: each is in the index under an address that works, metrics too."""
     if ":" in host and not _has_version_6():
         pytest.skip("this machine has no IPv6")
@@ -134,6 +134,6 @@ def _has_version_6() -> bool:
     return True
 
 
-def test_a_host_whose_name_cannot_be_spelled_is_refused_as_one_that_is_not_there() -> None:
+def test_a_host_name_that_cannot_be_encoded_is_refused_like_an_unknown_one() -> None:
     with pytest.raises(OSError, match=r"'a\.\.b' is not a host name"):
         bound("a..b", 0)

@@ -19,20 +19,20 @@ from bough.errors import CheckpointError, ConfigError
 from bough.processes.exit_with_parent import MODULE
 
 
-def test_flags_win_over_the_environment_and_both_over_defaults() -> None:
+def test_flags_override_the_environment_which_overrides_defaults() -> None:
     environ = {"BOUGH_TARGET_MODEL": "a", "BOUGH_TARGET_ROWS": "32", "BOUGH_DRAFT_BRANCH": "3", "HOME": "/"}
     config = parse(TargetConfig, "target_worker", ["--model", "b"], environ)
     assert (config.model, config.rows, config.dtype) == ("b", 32, "auto")
 
 
-def test_flags_make_an_equal_value() -> None:
+def test_flags_round_trip_to_an_equal_value() -> None:
     config = parse(DraftConfig, "draft_worker", ["--model", "m", "--drop-layers", "1-3,9", "--kv-memory", "1GiB"], {})
     assert config.drop_layers == (1, 2, 3, 9)
     assert config.kv_memory == 2**30
     assert parse(DraftConfig, "draft_worker", to_flags(config), {}) == config
 
 
-def test_what_other_gpus_compute_is_passed_on_as_it_was_given() -> None:
+def test_flags_of_other_gpus_are_passed_on_unchanged() -> None:
     """A target that `bough up` started was given a Python tuple, refused it, and the start failed."""
     flags = ["--model", "m", "--resident-devices", "cuda:1=10GB,cuda:2=8GB", "--tls-peer-names", "a,b"]
     config = parse(TargetConfig, "target_worker", flags, {})
@@ -55,7 +55,7 @@ def test_what_other_gpus_compute_is_passed_on_as_it_was_given() -> None:
         (["--model", "m"], {"BOUGH_TARGET_PORT": "x"}, "BOUGH_TARGET_PORT: must be .* got 'x'"),
     ],
 )
-def test_bad_settings_are_refused_by_name(argv: list[str], environ: dict[str, str], message: str) -> None:
+def test_invalid_settings_are_refused_by_name(argv: list[str], environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(TargetConfig, "target_worker", argv, environ)
 
@@ -70,7 +70,7 @@ def test_sizes_in_bytes_and_ranges_of_layers_are_read() -> None:
             parse_layers(wrong)
 
 
-def test_the_orchestrator_has_a_known_port() -> None:
+def test_the_orchestrator_has_a_default_port() -> None:
     assert parse(OrchestratorConfig, "orchestrator", [], {}).port == 7411
 
 
@@ -85,7 +85,7 @@ def test_the_orchestrator_has_a_known_port() -> None:
         (["--draft", "D"], {"BOUGH_DRAFT_MODEL": "E"}, "x10", "D", ()),
     ],
 )
-def test_bough_up_takes_models_from_flags_then_environment(
+def test_bough_up_reads_models_from_flags_then_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
     flags: list[str],
     environ: dict[str, str],
@@ -119,19 +119,19 @@ def test_bough_up_needs_no_draft(monkeypatch: pytest.MonkeyPatch, flags: list[st
     assert settings.orchestrator.draft == "none"
 
 
-def test_a_draft_that_is_asked_for_is_used_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_draft_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOUGH_ORCHESTRATOR_DRAFT", "none")
     settings = settings_from(argument_parser().parse_args(["up", "--draft", "D"]))
     assert settings.draft is not None
     assert settings.orchestrator.draft == "workers"
 
 
-def test_no_draft_with_layers_left_out_is_a_contradiction() -> None:
+def test_no_draft_with_dropped_layers_is_a_contradiction() -> None:
     with pytest.raises(ConfigError, match="--drop-layers: must not be given with --draft none, got 3"):
         settings_from(argument_parser().parse_args(["up", "--draft", "none", "--drop-layers", "3"]))
 
 
-def test_bough_up_asks_for_a_draft_where_it_cannot_guess_one(tmp_path: Path) -> None:
+def test_bough_up_requires_a_draft_if_it_cannot_choose_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--draft: missing; must be a smaller model"):
         settings_from(argument_parser().parse_args(["up", "--target", str(tmp_path)]))
     with pytest.raises(CheckpointError, match=r"^--target: must be a folder or a GGUF file that exists"):
@@ -171,14 +171,14 @@ def test_memory_and_draft_ahead_are_flags_of_up() -> None:
         (["--ahead-steps", "0", "--draft-device", "cuda:1"], 0),
     ],
 )
-def test_a_draft_goes_ahead_where_that_takes_nothing_from_the_target(flags: list[str], ahead_steps: int) -> None:
+def test_a_draft_works_ahead_if_that_takes_nothing_from_the_target(flags: list[str], ahead_steps: int) -> None:
     """-1 leaves it to the worker, which knows whether it has a GPU."""
     settings = settings_from(argument_parser().parse_args(["up", *flags]))
     assert settings.draft is not None
     assert settings.draft.ahead_steps == ahead_steps
 
 
-def test_the_demonstration_starts_what_up_starts() -> None:
+def test_the_demonstration_starts_the_same_as_up() -> None:
     """An option that `up` had gained once broke `make demo`, which no test runs whole."""
     settings = settings_from(up_arguments())
     assert settings.target.model == str(demonstration_folder())
@@ -187,7 +187,7 @@ def test_the_demonstration_starts_what_up_starts() -> None:
 
 
 @pytest.mark.parametrize("workers", [[], ["--simulate", "two-cores"]])
-def test_trees_size_themselves_unless_up_is_told_otherwise(workers: list[str]) -> None:
+def test_trees_are_self_sized_unless_up_has_a_budget(workers: list[str]) -> None:
     parser = argument_parser()
     assert settings_from(parser.parse_args(["up", *workers])).orchestrator.planner == "self"
     assert settings_from(parser.parse_args(["up", *workers, "--planner", "fixed"])).orchestrator.planner == "fixed"
@@ -195,14 +195,14 @@ def test_trees_size_themselves_unless_up_is_told_otherwise(workers: list[str]) -
         parser.parse_args(["up", "--planner", "guess"])
 
 
-def test_the_demonstration_drafts_with_itself_less_two_layers() -> None:
+def test_the_demonstrations_draft_is_the_target_without_two_layers() -> None:
     settings = settings_from(argument_parser().parse_args(["up"]))
     assert settings.draft is not None
     assert settings.draft.model == str(demonstration_folder())
     assert settings.draft.drop_layers == (3, 14)
 
 
-def test_a_draft_sees_as_much_as_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_has_the_targets_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """It had a context of its own that no flag of `up` reached, and saw half of longer sessions."""
     flags = ["up", "--max-context", "9000", "--draft-device", "cuda:1"]
     settings = settings_from(argument_parser().parse_args(flags))
@@ -216,7 +216,7 @@ def test_a_draft_sees_as_much_as_the_target(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("flags", "bits"), [([], "auto"), (["--draft-bits", "16"], "16")])
-def test_bits_of_a_drafts_products(flags: list[str], bits: str) -> None:
+def test_the_bits_of_a_drafts_products_are_configured(flags: list[str], bits: str) -> None:
     draft = settings_from(argument_parser().parse_args(["up", *flags])).draft
     assert draft is not None
     assert draft.bits == bits
@@ -224,18 +224,18 @@ def test_bits_of_a_drafts_products(flags: list[str], bits: str) -> None:
         parse(DraftConfig, "draft_worker", [*to_flags(draft), "--bits", "5"], {})
 
 
-def test_a_port_that_is_none_is_refused_before_anything_starts() -> None:
+def test_an_invalid_port_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="--port: must be a whole number, 0 to 65535, got '99999'"):
         settings_from(argument_parser().parse_args(["up", "--port", "99999"]))
 
 
-async def test_an_address_whose_port_is_none_is_refused() -> None:
+async def test_an_address_with_an_invalid_port_is_refused() -> None:
     """gRPC would call the port that is left when 65536 is taken off."""
     with pytest.raises(ConfigError, match=r"addresses: must have a port from 1 to 65535, got '127\.0\.0\.1:99999'"):
         Client("127.0.0.1:7411", "127.0.0.1:99999")
 
 
-def test_what_is_started_does_not_depend_on_the_folder_one_is_in(tmp_path: Path) -> None:
+def test_started_processes_do_not_depend_on_the_working_folder(tmp_path: Path) -> None:
     """Beside a clone of ours, its folder was taken for the package."""
     (tmp_path / "bough").mkdir()
     command = [sys.executable, *MODULE, "orchestrator", "--help"]
@@ -251,7 +251,7 @@ def test_what_is_started_does_not_depend_on_the_folder_one_is_in(tmp_path: Path)
         (["chat", "--sed=9"], "unrecognized arguments: --sed=9 (similar: --seed); see bough chat --help"),
     ],
 )
-def test_a_flag_that_is_wrong_is_named_in_one_line(
+def test_an_invalid_flag_is_named_in_one_line(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And not below the names of forty that are right."""

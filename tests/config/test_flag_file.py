@@ -13,7 +13,7 @@ from bough.errors import ConfigError
 KNOWN = ("--target", "--kv-memory", "--port", "--insecure", "--drop-layers")
 
 
-def test_values_are_as_on_a_command_line(tmp_path: Path) -> None:
+def test_a_flag_file_has_the_values_of_a_command_line(tmp_path: Path) -> None:
     file = tmp_path / "bough.toml"
     file.write_text('target = "a b"\nport = 7\ninsecure = true\ndrop-layers = [3, 14]\nkv-memory = "4GB"\n')
     assert flags_from(str(file), KNOWN) == [
@@ -32,21 +32,21 @@ def test_values_are_as_on_a_command_line(tmp_path: Path) -> None:
         ("port 7", "--config: must be a TOML file, got .*line 1"),
     ],
 )
-def test_what_is_no_flag_is_refused_by_name(text: str, problem: str, tmp_path: Path) -> None:
+def test_unknown_flags_are_refused_by_name(text: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "bough.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=problem):
         flags_from(str(file), KNOWN)
 
 
-def test_the_command_line_wins(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_flag_file(tmp_path: Path) -> None:
     file = tmp_path / "bough.toml"
     file.write_text('port = 7000\nhttp-port = 7001\nsimulate = "two-cores"\n')
     arguments = parsed(["up", "--http-port", "9001", "--config", str(file)])
     assert (arguments.port, arguments.http_port, arguments.simulate) == (7000, "9001", "two-cores")
 
 
-def test_a_wrong_file_is_an_error_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_file_is_an_error_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["up", "--config", str(tmp_path / "nowhere")])
     assert capsys.readouterr().err.startswith("error: --config: must be a TOML file, got ")

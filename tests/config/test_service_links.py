@@ -39,13 +39,13 @@ SERVICES = {
 }
 
 
-def test_every_process_starts_beside_services_of_its_name() -> None:
+def test_every_process_starts_despite_variables_of_kubernetes_services() -> None:
     assert parse(OrchestratorConfig, "orchestrator", [], SERVICES) == OrchestratorConfig()
     assert parse(DraftConfig, "draft_worker", ["--model", "m"], SERVICES) == DraftConfig(model="m")
     assert parse(TargetConfig, "target_worker", ["--model", "m"], SERVICES) == TargetConfig(model="m")
 
 
-def test_settings_are_read_beside_them() -> None:
+def test_settings_are_read_despite_variables_of_kubernetes_services() -> None:
     environ = SERVICES | {"BOUGH_ORCHESTRATOR_PORT": "7500", "BOUGH_ORCHESTRATOR_METRICS_PORT": "-1"}
     config = parse(OrchestratorConfig, "orchestrator", [], environ)
     assert (config.port, config.metrics_port) == (7500, -1)
@@ -62,6 +62,6 @@ def test_settings_are_read_beside_them() -> None:
         ("BOUGH_ORCHESTRATOR_HOSTS", "10.0.0.1"),
     ],
 )
-def test_what_only_resembles_them_is_refused_by_its_name(name: str, value: str) -> None:
+def test_variables_that_only_resemble_service_links_are_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: "):
         parse(OrchestratorConfig, "orchestrator", [], {name: value})

@@ -23,7 +23,7 @@ from tests.fakes.processes.supervised import PROFILE, supervised
 pytestmark = pytest.mark.pipeline
 
 
-async def test_programs_with_certificates_are_looked_after_and_forwarded_to(index_url: str, tmp_path: Path) -> None:
+async def test_programs_with_certificates_are_supervised_and_reached(index_url: str, tmp_path: Path) -> None:
     """Serve's proxy comes to the door over https, also when a certificate changes."""
     authority = Authority()
     files = authority.files(tmp_path)
@@ -50,7 +50,7 @@ async def test_programs_with_certificates_are_looked_after_and_forwarded_to(inde
         await forwarder.close()
 
 
-async def test_nobody_comes_by_the_proxy_to_a_door_that_asks_for_certificates(index_url: str, tmp_path: Path) -> None:
+async def test_the_proxy_is_refused_by_a_port_that_requires_client_certificates(index_url: str, tmp_path: Path) -> None:
     """It let in whoever had none, for Serve's proxy asks for none, and its supervisor showed one of its own."""
     files = Authority().files(tmp_path)
     clients = {"tls_client_ca": str(Authority("clients").write(tmp_path, "clients")), "port": 0, "draft": "none"}
@@ -61,7 +61,7 @@ async def test_nobody_comes_by_the_proxy_to_a_door_that_asks_for_certificates(in
         assert (await orchestrator.loads()).num_requests_total == 0
 
 
-async def test_an_orchestrator_tells_its_supervisor_how_busy_it_is(
+async def test_an_orchestrator_reports_its_load_to_its_supervisor(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a secret of all processes it answered applications alone, and was never scaled."""
@@ -81,7 +81,7 @@ async def test_an_orchestrator_tells_its_supervisor_how_busy_it_is(
     assert not Path(own_key).exists()
 
 
-async def test_a_program_goes_by_the_variables_of_its_node(
+async def test_a_program_uses_its_nodes_environment(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its supervisor did not, and was refused by a program with keys of which it knew nothing."""

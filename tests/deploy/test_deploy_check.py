@@ -22,7 +22,7 @@ SERVE_FILES = [path for path in FILES if "import_path" in path.read_text()]
 
 
 @pytest.mark.parametrize("path", SERVE_FILES, ids=lambda path: path.name)
-def test_shipped_configurations_are_right(path: Path) -> None:
+def test_shipped_configurations_are_valid(path: Path) -> None:
     names = [deployment["name"] for deployment in load(path)["applications"][0]["deployments"]]
     assert {"Target", "Draft", "Orchestrator"} <= {*names}
 
@@ -173,12 +173,12 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
         ),
     ],
 )
-def test_what_is_wrong_is_named(path: str, value: Any, text: str) -> None:
+def test_a_wrong_setting_is_named(path: str, value: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         check(changed(path, value))
 
 
-def test_each_fixed_port_needs_room() -> None:
+def test_a_fixed_port_needs_its_own_node() -> None:
     config = changed(f"{ORCHESTRATOR}.max_replicas_per_node", None)
     program = config["applications"][0]["deployments"][2]["user_config"]["program"]
     program |= {"port": 0, "http_port": -1}
@@ -209,7 +209,7 @@ def test_an_index_with_other_settings_is_refused(user_config: Any, text: str) ->
 @pytest.mark.parametrize(
     ("field", "value"), [("num_replicas", 2), ("autoscaling_config", {"min_replicas": 1, "max_replicas": 2})]
 )
-def test_there_is_one_index(field: str, value: Any) -> None:
+def test_there_is_only_one_index(field: str, value: Any) -> None:
     """Each replica told programs of another index, and all were started anew for it again and again."""
     config = yaml.safe_load((FOLDER / "one-machine.yaml").read_text())
     config["applications"][0]["deployments"][0][field] = value
@@ -219,16 +219,16 @@ def test_there_is_one_index(field: str, value: Any) -> None:
         check(config)
 
 
-def test_orchestrators_may_be_scaled_by_what_serve_counts() -> None:
+def test_orchestrators_may_be_scaled_by_serves_metrics() -> None:
     check(changed(f"{ORCHESTRATOR}.autoscaling_config.policy", None))
 
 
-def test_a_door_of_its_own_may_ask_for_certificates_where_there_is_no_proxy() -> None:
+def test_a_port_without_the_proxy_may_require_client_certificates() -> None:
     program = {"keys": "k", "port": 7411, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}
     check({**changed(f"{ORCHESTRATOR}.user_config.program", program), "proxy_location": "Disabled"})
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     for content, text in (
         (b"a: [", "must be YAML, got: while parsing a flow node expected"),
@@ -244,7 +244,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "nowhere.yaml")
 
 
-def test_a_cluster_without_what_is_asked_for_is_told_what_it_has() -> None:
+def test_a_cluster_that_lacks_a_resource_is_refused_with_what_it_has() -> None:
     config = load(FOLDER / "cluster.yaml")
     target = Node("10.0.0.2", True, {"CPU": 8, "GPU": 1, "target_gpu": 1, "memory": 1e9, "node:10.0.0.2": 1})
     draft = Node("10.0.0.3", True, {"CPU": 8, "GPU": 1, "draft_gpu": 1})
@@ -264,7 +264,7 @@ def test_a_cluster_without_what_is_asked_for_is_told_what_it_has() -> None:
             require_resources(config, nodes)
 
 
-def test_a_replica_takes_a_processor_unless_it_says_otherwise() -> None:
+def test_a_replica_reserves_one_processor_by_default() -> None:
     """So Serve has it for options that do not say; nodes without one passed, and nothing was ever placed there."""
     without = Node("10.0.0.3", True, {"GPU": 1, "draft_gpu": 1, "target_gpu": 1, "orchestrator": 2})
     other = Node("10.0.0.1", True, {"CPU": 4, "orchestrator": 2})
@@ -282,7 +282,7 @@ class Context:
         self.target_num_replicas = target_num_replicas
 
 
-def test_there_are_as_many_replicas_as_the_load_wants() -> None:
+def test_the_number_of_replicas_follows_the_load() -> None:
     policy = PerReplica(metric="calls", most=4)
     assert policy(Context({"calls": {"a": 6.0, "b": 4.0}})) == (2.5, {}), "Serve rounds it up"
     assert policy(Context({"calls": {"a": 0.0}}))[0] == 0

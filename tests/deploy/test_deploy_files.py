@@ -60,12 +60,12 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_the_image_is_built_as_dockerfiles_should() -> None:
+def test_the_dockerfile_follows_the_rules() -> None:
     done = run(tool("hadolint"), str(DOCKER / "Dockerfile"))
     assert done.returncode == 0, done.stdout
 
 
-def test_the_image_has_all_that_is_copied_into_it() -> None:
+def test_the_image_has_all_files_that_are_copied_into_it() -> None:
     """And what is left out of the build's context is not copied."""
     lines = (DOCKER / "Dockerfile").read_text().splitlines()
     copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
@@ -76,7 +76,7 @@ def test_the_image_has_all_that_is_copied_into_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("files", [COMPOSE[:1], COMPOSE, [*COMPOSE, TLS]], ids=["compose", "with GPUs", "with TLS"])
-def test_compose_files_are_what_compose_takes(files: list[Path], tmp_path: Path) -> None:
+def test_compose_files_are_valid(files: list[Path], tmp_path: Path) -> None:
     command = (tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec")
     done = run(*command, *map(str, files))
     assert done.returncode == 0, done.stdout
@@ -85,7 +85,7 @@ def test_compose_files_are_what_compose_takes(files: list[Path], tmp_path: Path)
     assert run(*command, str(misspelt)).returncode != 0
 
 
-def test_compose_starts_programs_with_settings_that_they_take() -> None:
+def test_compose_starts_programs_with_valid_settings() -> None:
     services = yaml.safe_load(COMPOSE[0].read_text())["services"]
     for name in ("target", "draft", "orchestrator"):
         service = services[name]
@@ -112,7 +112,7 @@ def test_compose_starts_programs_with_settings_that_they_take() -> None:
                 assert (DOCKER / volume.split(":")[0]).exists()
 
 
-def test_compose_with_tls_has_certificates_for_every_program_and_names_for_them() -> None:
+def test_compose_with_tls_has_certificates_and_names_for_every_program() -> None:
     plain, tls = (yaml.safe_load(path.read_text())["services"] for path in (COMPOSE[0], TLS))
     for name, module in (("target", "target_worker"), ("draft", "draft_worker"), ("orchestrator", "orchestrator")):
         environment = plain[name]["environment"] | tls[name]["environment"]
@@ -140,7 +140,7 @@ def test_compose_with_tls_has_certificates_for_every_program_and_names_for_them(
 @pytest.mark.parametrize(
     "path", [COMPOSE[0], SYSTEMD / "bough-index.service", KUBERNETES / "bough.yaml"], ids=lambda path: path.name
 )
-def test_the_index_has_room_for_all_that_clients_may_have_in_it(path: Path) -> None:
+def test_the_index_has_memory_for_all_that_clients_may_store(path: Path) -> None:
     """It had a quarter of it: whoever opened sessions enough kept workers and orchestrators from registering."""
     found = re.search(r"--maxmemory,? (\d+)gb", path.read_text())
     assert found is not None
@@ -162,7 +162,7 @@ def manifests() -> Iterator[dict[str, Any]]:
     yield from yaml.safe_load_all((KUBERNETES / "bough.yaml").read_text())
 
 
-def test_kubernetes_takes_every_manifest_and_no_misspelt_one(tmp_path: Path) -> None:
+def test_kubernetes_accepts_every_manifest_and_refuses_a_misspelt_one(tmp_path: Path) -> None:
     for number, manifest in enumerate(each for each in manifests() if each["kind"] != "RayService"):
         (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(manifest))
     done = run(tool("kubernetes-validate"), "--strict", *map(str, sorted(tmp_path.iterdir())))
@@ -172,7 +172,7 @@ def test_kubernetes_takes_every_manifest_and_no_misspelt_one(tmp_path: Path) -> 
     assert run(tool("kubernetes-validate"), "--strict", str(tmp_path / "0.yaml")).returncode != 0
 
 
-def test_kuberay_takes_the_ray_service_and_its_configuration_is_checked_as_ours() -> None:
+def test_kuberay_accepts_the_ray_service_and_its_configuration_is_valid() -> None:
     (service,) = (each for each in manifests() if each["kind"] == "RayService")
     validator = jsonschema.Draft202012Validator(json.loads(gzip.decompress(RAY_SERVICE.read_bytes())))
     assert [error.message for error in validator.iter_errors(service)] == []
@@ -181,7 +181,7 @@ def test_kuberay_takes_the_ray_service_and_its_configuration_is_checked_as_ours(
     check(yaml.safe_load(service["spec"]["serveConfigV2"]))
 
 
-def test_figures_are_open_to_prometheus_on_kubernetes_as_the_guide_says() -> None:
+def test_prometheus_reaches_metrics_on_kubernetes_like_the_guide_describes() -> None:
     guide = Path("docs/deployment.md").read_text()
     settings = {name: yaml.safe_load(value) for name, value in re.findall(r"`(\w*metrics\w*): (\w+)`", guide)}
     assert settings.keys() == {"open_metrics", "metrics_port"}
@@ -192,7 +192,7 @@ def test_figures_are_open_to_prometheus_on_kubernetes_as_the_guide_says() -> Non
     check(serve)
 
 
-def test_every_resource_that_a_deployment_wants_is_on_some_node() -> None:
+def test_every_requested_resource_exists_on_some_node() -> None:
     (service,) = (each for each in manifests() if each["kind"] == "RayService")
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     wanted = {name for each in application["deployments"] for name in each["ray_actor_options"]["resources"]}
@@ -201,7 +201,7 @@ def test_every_resource_that_a_deployment_wants_is_on_some_node() -> None:
     assert wanted == there
 
 
-def test_pods_are_given_the_time_that_their_replicas_take_to_drain() -> None:
+def test_pods_may_take_as_long_to_end_as_their_replicas_to_drain() -> None:
     (service,) = (each for each in manifests() if each["kind"] == "RayService")
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     groups = {each["groupName"]: each for each in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
@@ -213,7 +213,7 @@ def test_pods_are_given_the_time_that_their_replicas_take_to_drain() -> None:
 
 
 @pytest.mark.parametrize("path", [KUBERNETES / "bough.yaml", Path("deploy") / "cluster.yaml"], ids=str)
-def test_clients_of_several_orchestrators_do_not_stay_with_one_for_good(path: Path) -> None:
+def test_clients_spread_over_several_orchestrators(path: Path) -> None:
     """A gRPC connection lasts: whoever had come first kept all, and one that was added later got nobody."""
     whole = list(yaml.safe_load_all(path.read_text()))
     serve = next(
@@ -225,7 +225,7 @@ def test_clients_of_several_orchestrators_do_not_stay_with_one_for_good(path: Pa
     assert 30 <= own["user_config"]["program"]["max_connection_age"] <= 3600
 
 
-def test_pods_run_as_nobody_in_particular() -> None:
+def test_pods_run_as_an_unprivileged_user() -> None:
     """Neither as root nor with what root may, and without a way in to Kubernetes' API."""
     (service,) = (each for each in manifests() if each["kind"] == "RayService")
     cluster = service["spec"]["rayClusterConfig"]
@@ -240,7 +240,7 @@ def test_pods_run_as_nobody_in_particular() -> None:
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_only_pods_of_bough_reach_workers_and_index() -> None:
+def test_only_bough_pods_reach_workers_and_index() -> None:
     policies = {each["metadata"]["name"]: each["spec"] for each in manifests() if each["kind"] == "NetworkPolicy"}
     assert policies.keys() == {"bough", "bough-index"}
     outside = [rule for rule in policies["bough"]["ingress"] if "namespaceSelector" in rule["from"][0]]
@@ -249,7 +249,7 @@ def test_only_pods_of_bough_reach_workers_and_index() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
-def test_systemd_takes_every_unit(unit: Path, tmp_path: Path) -> None:
+def test_systemd_accepts_every_unit(unit: Path, tmp_path: Path) -> None:
     there = tmp_path / unit.name
     there.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/sh", unit.read_text(), flags=re.MULTILINE))
     done = run("systemd-analyze", "verify", str(there))
@@ -261,7 +261,7 @@ def test_systemd_takes_every_unit(unit: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", [unit for unit in UNITS if "index" not in unit.stem], ids=lambda unit: unit.stem)
-def test_units_start_programs_and_give_them_their_time_to_drain(unit: Path) -> None:
+def test_units_start_programs_and_let_them_drain(unit: Path) -> None:
     text = unit.read_text()
     (module,) = re.findall(r"^ExecStart=\S+ -m (\S+)$", text, re.MULTILINE)
     config = parse(PROGRAMS[module], module, ["--model", "m"] if "worker" in module else [], {})
@@ -270,14 +270,14 @@ def test_units_start_programs_and_give_them_their_time_to_drain(unit: Path) -> N
 
 
 @pytest.mark.parametrize("unit", ["bough-target", "bough-draft"])
-def test_units_of_workers_hide_no_gpu(unit: str) -> None:
+def test_units_of_workers_can_use_gpus(unit: str) -> None:
     """A rule for any device, which older systemds take ProtectClock for, forbids all others (systemd/systemd#18142)."""
     text = (SYSTEMD / f"{unit}.service").read_text()
     assert not re.findall(r"^(?:ProtectClock|PrivateDevices|DeviceAllow|DevicePolicy)=.*", text, re.MULTILINE)
     assert re.findall(r"^ExecStartPre=-\+/usr/bin/nvidia-modprobe -u -c 0$", text, re.MULTILINE)
 
 
-def test_orchestrators_have_descriptors_for_as_many_connections_as_they_take() -> None:
+def test_orchestrators_have_descriptors_for_all_connections_that_they_accept() -> None:
     """A service has 1,024 by itself, which are 256 clients over gRPC: one that opens as many kept all others out."""
     unit = (SYSTEMD / "bough-orchestrator.service").read_text()
     service = yaml.safe_load(COMPOSE[0].read_text())["services"]["orchestrator"]
@@ -286,7 +286,7 @@ def test_orchestrators_have_descriptors_for_as_many_connections_as_they_take() -
     assert "LimitNOFILE=" in unit
 
 
-def test_nobody_signs_in_to_grafana_by_the_password_that_it_comes_with() -> None:
+def test_grafanas_default_password_does_not_work() -> None:
     environment = yaml.safe_load(COMPOSE[0].read_text())["services"]["grafana"]["environment"]
     assert environment["GF_AUTH_ANONYMOUS_ENABLED"] == environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
     assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
@@ -316,7 +316,7 @@ def test_an_index_of_two_machines_has_a_password() -> None:
         assert re.search(r'echo "requirepass \$\(head -n 1 \S*worker\.key\)" > \S*index\.conf', Path(guide).read_text())
 
 
-def test_health_is_told_by_the_exit_status() -> None:
+def test_the_exit_status_reports_health() -> None:
     """Of nobody here; of a process that serves in tests/health/test_health.py."""
     done = run(sys.executable, "-m", "bough.health", "127.0.0.1:1")
     assert done.returncode == 1

@@ -24,7 +24,7 @@ from tests.fakes.waiting import until  # noqa: E402
 PIECE_BYTES, MAX_BYTES = 1 << 16, 1 << 20
 
 
-async def test_pieces_come_one_by_one_before_the_last_is_there() -> None:
+async def test_pieces_are_forwarded_before_the_last_one_arrives() -> None:
     async with forwarding() as (upstream, forwarder):
         upstream.go_on.release()
         response = await forwarder.forward(request("/v1/chat/completions", b'{"a": 1}', query=b"x=%20y"))
@@ -42,7 +42,7 @@ async def test_pieces_come_one_by_one_before_the_last_is_there() -> None:
         assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream")
 
 
-async def test_a_short_body_goes_with_the_head_and_a_longer_one_when_it_is_asked_for() -> None:
+async def test_a_short_body_is_sent_with_the_head_and_a_longer_one_on_request() -> None:
     """To be asked for it takes a round trip."""
     async with forwarding() as (upstream, forwarder):
         for body in (b"a" * forward.SHORT_BYTES, b"a" * (forward.SHORT_BYTES + 1)):
@@ -52,7 +52,7 @@ async def test_a_short_body_goes_with_the_head_and_a_longer_one_when_it_is_asked
         assert ["expect" in headers for *_, headers in upstream.asked] == [False, True]
 
 
-async def test_a_path_is_passed_on_as_it_was() -> None:
+async def test_a_path_is_forwarded_unchanged() -> None:
     """What the server had decoded of it became a query, or the part that is not sent."""
     async with forwarding() as (upstream, forwarder):
         await read_to_the_end(upstream, await forwarder.forward(request("/decisions/a/b#c?d%41 \u00e9", query=b"x=1")))
@@ -60,7 +60,7 @@ async def test_a_path_is_passed_on_as_it_was() -> None:
         assert (unquote(path), query) == ("/decisions/a/b#c?d%41 \u00e9", "x=1")
 
 
-async def test_a_short_body_that_nobody_reads_takes_no_refusal_away() -> None:
+async def test_a_refusal_is_returned_even_if_a_short_body_is_not_read() -> None:
     async with before(JSONResponse({"error": "no key"}, 401)) as forwarder:
         for _ in range(20):
             response = await forwarder.forward(request("/v1", b"a" * forward.SHORT_BYTES))
@@ -101,7 +101,7 @@ async def read_to_the_end(upstream: Upstream, response: Any) -> None:
     assert len(b"".join([piece async for piece in response.body_iterator])) == 27
 
 
-async def test_requests_wait_while_the_orchestrator_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_wait_while_the_orchestrator_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs goes on meanwhile. Only so many wait, and only so long."""
     monkeypatch.setattr(forward, "MOST_WAITING", 1)
     door = Door()
@@ -125,13 +125,13 @@ async def test_requests_wait_while_the_orchestrator_is_started_anew(monkeypatch:
         assert b"being restarted" in (await door.forward(request("/v1"))).body
 
 
-async def test_an_orchestrator_without_a_port_for_it_says_so() -> None:
+async def test_an_orchestrator_without_an_http_port_is_reported() -> None:
     door = Door()
     door.open(None)
     assert b"--tls-client-ca" in (await door.forward(request("/v1"))).body
 
 
-async def test_refusals_are_passed_back_with_their_headers() -> None:
+async def test_refusals_are_returned_with_their_headers() -> None:
     async with forwarding() as (upstream, forwarder):
         response = await forwarder.forward(request("/bough/refused", root_path="/bough"))
         assert response.status_code == 429
@@ -141,7 +141,7 @@ async def test_refusals_are_passed_back_with_their_headers() -> None:
         assert upstream.asked[0][1] == "/refused", "the route's prefix is Serve's alone"
 
 
-async def test_requests_wait_for_an_orchestrator_that_has_ended_and_keep_their_bodies(
+async def test_requests_and_their_bodies_wait_for_an_orchestrator_that_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its supervisor does not know yet that it has ended. A request that has reached none may be sent to the next."""
@@ -160,7 +160,7 @@ async def test_requests_wait_for_an_orchestrator_that_has_ended_and_keep_their_b
         assert sorted(len(body) for _, _, body, _ in upstream.asked) == [0, 1, 70_000]
 
 
-async def test_nobody_waits_where_no_orchestrator_is_started_again() -> None:
+async def test_requests_do_not_wait_if_no_orchestrator_will_be_restarted() -> None:
     door, gone = Door(), Forwarder("http://127.0.0.1:9")
     for is_shut in (False, True):
         door.open(gone)
@@ -179,7 +179,7 @@ async def test_nobody_waits_where_no_orchestrator_is_started_again() -> None:
     await gone.close()
 
 
-async def test_a_replica_that_is_well_again_lets_requests_wait() -> None:
+async def test_requests_wait_again_after_a_replica_recovers() -> None:
     """Serve replaces one only after several checks have failed."""
     door = Door()
     door.give_up()
@@ -191,7 +191,7 @@ async def test_a_replica_that_is_well_again_lets_requests_wait() -> None:
         assert (await waiting).status_code == 429
 
 
-async def test_what_an_orchestrator_had_begun_is_not_begun_again() -> None:
+async def test_a_request_that_an_orchestrator_has_begun_is_not_repeated() -> None:
     """It had the request, and may have done what was asked."""
     num_asked = 0
 
@@ -233,7 +233,7 @@ async def before(app: Any) -> AsyncIterator[Forwarder]:
         await forwarder.close()
 
 
-async def test_nothing_is_read_of_a_request_that_is_refused_by_its_head() -> None:
+async def test_the_body_of_a_request_refused_by_its_head_is_not_read() -> None:
     """Bodies of up to 4 MB went into memory, for as long as they took, before anybody was asked for a key."""
     num_read: list[int] = []
     async with before(JSONResponse({"error": "no key"}, 401)) as forwarder, asyncio.timeout(30):
@@ -244,7 +244,7 @@ async def test_nothing_is_read_of_a_request_that_is_refused_by_its_head() -> Non
 
 
 @pytest.mark.parametrize("pause_seconds", [0.0, 0.05])
-async def test_a_body_without_end_has_the_limits_of_the_orchestrator(pause_seconds: float) -> None:
+async def test_an_endless_body_is_limited_like_at_the_orchestrator(pause_seconds: float) -> None:
     """In bytes and in time; what it refuses is read no further."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -265,7 +265,7 @@ async def test_a_body_without_end_has_the_limits_of_the_orchestrator(pause_secon
         assert sum(num_read) < 3 * MAX_BYTES
 
 
-async def test_a_length_beside_chunks_is_not_passed_on() -> None:
+async def test_a_length_with_a_chunked_body_is_not_forwarded() -> None:
     """The chunks are what counts: the orchestrator would take part of the next request for the body, or the reverse."""
     async with forwarding() as (upstream, forwarder):
         for length in (b"3", b"900"):
@@ -279,7 +279,7 @@ async def test_a_length_beside_chunks_is_not_passed_on() -> None:
             assert "content-length" not in passed_on
 
 
-async def test_requests_at_once_are_so_many_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_concurrent_requests_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection is for each of them, and all descriptors of the replica were theirs."""
     monkeypatch.setattr(forward, "most_connections", lambda: 2)
     monkeypatch.setattr(forward, "CONNECT_SECONDS", 0.5)

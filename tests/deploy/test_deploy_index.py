@@ -27,7 +27,7 @@ from tests.fakes.processes.supervised import HOST, PROFILE, checked_until_it_fai
 pytestmark = pytest.mark.pipeline
 
 
-async def test_an_index_is_supervised_as_well(tmp_path: Path) -> None:
+async def test_an_index_is_supervised(tmp_path: Path) -> None:
     index = IndexServer(IndexSettings(port=free_port(HOST)), HOST)
     try:
         await index.wait()
@@ -43,7 +43,7 @@ async def test_an_index_is_supervised_as_well(tmp_path: Path) -> None:
         await index.stop()
 
 
-async def test_an_index_that_is_silent_for_a_moment_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_index_that_is_silent_for_a_moment_keeps_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was killed at the first question without an answer, and with it went what all sessions had recorded."""
     index = IndexServer(IndexSettings(port=free_port(HOST)), HOST)
     try:
@@ -59,7 +59,7 @@ async def test_an_index_that_is_silent_for_a_moment_keeps_what_it_has(monkeypatc
         await index.stop()
 
 
-async def test_an_index_that_is_full_loses_nobodys_lease(tmp_path: Path) -> None:
+async def test_a_full_index_loses_no_lease(tmp_path: Path) -> None:
     """What is full refuses what is new: evicted were workers and sessions, whichever had been used least."""
     index = IndexServer(IndexSettings(port=free_port(HOST)), HOST)
     try:
@@ -74,7 +74,7 @@ async def test_an_index_that_is_full_loses_nobodys_lease(tmp_path: Path) -> None
         await index.stop()
 
 
-async def test_an_index_asks_for_the_secret_of_the_workers(tmp_path: Path) -> None:
+async def test_an_index_requires_the_workers_secret(tmp_path: Path) -> None:
     """Also for one that has been put into its file since, while what is there stays."""
     key = tmp_path / "worker.key"
     write_private("key", str(key), "a" * 64)
@@ -106,7 +106,7 @@ async def test_an_index_asks_for_the_secret_of_the_workers(tmp_path: Path) -> No
         await index.stop()
 
 
-async def test_an_index_with_certificates_answers_those_who_have_one(tmp_path: Path) -> None:
+async def test_an_index_with_certificates_requires_client_certificates(tmp_path: Path) -> None:
     """Over TLS alone, and by whichever certificate its files have now."""
     authority = Authority()
     files = authority.files(tmp_path)
@@ -139,7 +139,7 @@ async def test_an_index_with_certificates_answers_those_who_have_one(tmp_path: P
         await index.stop()
 
 
-async def test_an_index_that_does_not_start_leaves_no_thread_and_no_process(
+async def test_an_index_that_does_not_start_leaves_no_thread_or_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One forwards from the TLS port: neither where no server could be made nor where it ended."""
@@ -173,7 +173,7 @@ async def test_an_index_that_does_not_start_leaves_no_thread_and_no_process(
     assert not [thread.name for thread in left if thread.name == "tls-front"]
 
 
-def test_an_index_with_certificates_answers_where_the_loop_is_not_asyncios_own(tmp_path: Path) -> None:
+def test_an_index_with_certificates_answers_on_other_event_loops(tmp_path: Path) -> None:
     """Ray's replicas run on uvloop, which comes with ray[serve]."""
     uvloop = pytest.importorskip("uvloop")
     files = Authority().files(tmp_path)
@@ -229,7 +229,7 @@ async def test_a_node_may_have_an_ipv6_address(tmp_path: Path, host: str) -> Non
         await index.stop()
 
 
-async def test_an_index_that_listens_everywhere_is_known_by_its_nodes_address() -> None:
+async def test_an_index_that_listens_on_all_addresses_is_advertised_by_its_nodes_address() -> None:
     port = free_port(HOST)
     index = IndexServer(IndexSettings(host="0.0.0.0", port=port, insecure=True), HOST)
     try:

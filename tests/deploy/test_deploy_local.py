@@ -59,7 +59,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return watch
 
 
-def test_a_controller_that_does_not_answer_once_ends_nothing(
+def test_one_missing_answer_of_the_controller_ends_nothing(
     serve: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match="bough: there is no such model"):
@@ -69,7 +69,7 @@ def test_a_controller_that_does_not_answer_once_ends_nothing(
     )
 
 
-def test_a_configuration_that_serve_refuses_is_one_error(
+def test_a_configuration_refused_by_serve_gives_one_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The wait for Serve is told when it begins, as it takes long on a busy machine."""
@@ -84,7 +84,7 @@ def test_a_configuration_that_serve_refuses_is_one_error(
     assert capsys.readouterr().err == "waiting: Serve to accept the application\n"
 
 
-def test_no_other_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deploy_joins_no_other_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an address Ray joins what RAY_ADDRESS names, and refuses to be told the resources of its node."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     started: list[dict[str, Any]] = []
@@ -97,7 +97,7 @@ def test_no_other_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [options["address"] for options in started] == ["local"]
 
 
-def test_replicas_drain_though_ctrl_c_has_ended_the_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_drain_even_if_ctrl_c_has_ended_the_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal's Ctrl-C goes to all processes of its group, and Ray's dashboard takes it."""
     patience: list[float] = []
 
@@ -120,7 +120,7 @@ def caught() -> Iterator[Callable[[], None]]:
         signal.signal(number, handler)
 
 
-def test_a_signal_amid_a_callback_of_asyncio_is_not_lost(caught: Callable[[], None]) -> None:
+def test_a_signal_during_an_asyncio_callback_is_not_lost(caught: Callable[[], None]) -> None:
     """asyncio logs an Exception that a callback raises, and goes on."""
 
     async def ask() -> None:
@@ -132,7 +132,7 @@ def test_a_signal_amid_a_callback_of_asyncio_is_not_lost(caught: Callable[[], No
         asyncio.run(ask())
 
 
-def test_a_profile_that_is_none_and_a_port_in_use_are_named_before_anything_is_started(
+def test_an_unknown_profile_and_a_port_in_use_are_named_before_anything_starts(
     caught: Callable[[], None],
 ) -> None:
     file = Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml"
@@ -150,9 +150,7 @@ def test_a_profile_that_is_none_and_a_port_in_use_are_named_before_anything_is_s
             local.run(file, "l40-70b-4bit", port, 0)
 
 
-def test_a_gpu_where_there_is_none_is_named_before_anything_is_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_gpu_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Once the answer came after minutes, as a whole Ray node had to be started to find out."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     ports = set[int]()
@@ -182,7 +180,7 @@ def test_a_gpu_where_there_is_none_is_named_before_anything_is_started(
     assert len(started) == 1
 
 
-def test_haproxy_is_there_its_ports_are_free_and_nobody_expects_tls_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_haproxy_requires_its_program_free_ports_and_no_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would say each in a log alone, with no HTTP port open."""
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     with pytest.raises(ConfigError, match=r"RAY_SERVE_ENABLE_HA_PROXY: must be 0 with http_options\.ssl_certfile"):
@@ -202,7 +200,7 @@ def test_haproxy_is_there_its_ports_are_free_and_nobody_expects_tls_of_it(monkey
             require_free_ports(local.HOST, local.ports_of(config, 0))
 
 
-def test_haproxy_ends_with_the_process_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_haproxy_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a Ray node is killed, Ray's own HAProxy goes on and holds the ports."""
     for name in ("BOUGH_HAPROXY", "BOUGH_PYTHON", "RAY_SERVE_HAPROXY_BINARY_PATH"):
         monkeypatch.setenv(name, "")
@@ -225,7 +223,7 @@ def with_orchestrator(**program: Any) -> dict[str, Any]:
     return config
 
 
-def test_calls_show_what_the_doors_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_calls_have_the_required_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOUGH_TLS_CERT", "c.pem")
     monkeypatch.setenv("BOUGH_TLS_KEY", "c.key")
     monkeypatch.setenv("BOUGH_TLS_CA", "ca.pem")
@@ -252,14 +250,14 @@ def test_calls_show_what_the_doors_ask_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert "openai" not in said, "it takes a client of httpx for that"
 
 
-def test_doors_that_clients_could_not_find_are_refused() -> None:
+def test_addresses_that_clients_could_not_reach_are_refused() -> None:
     for program in ({"port": 0}, {"http_port": 0}):
         (name,) = program
         with pytest.raises(ConfigError, match=rf"Orchestrator\.user_config\.program\.{name}: must be fixed, .*got 0"):
             Endpoints.of(with_orchestrator(**program) | {"proxy_location": "Disabled"})
 
 
-def test_a_port_that_is_given_twice_or_to_nobody_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_given_twice_or_to_no_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve's proxy and the orchestrator would meet there, after minutes of `make serve`."""
     config = with_orchestrator(port=0) | {"http_options": {"port": 0}}
     index = config["applications"][0]["deployments"][0]["user_config"]
@@ -283,13 +281,13 @@ def test_a_port_that_is_given_twice_or_to_nobody_is_refused(monkeypatch: pytest.
         local.adapt(own, "", 9000)
 
 
-def test_the_port_of_serves_proxy_is_named_as_such() -> None:
+def test_the_port_of_serves_proxy_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^http_options\.port: must be fixed, .*got 0"):
         Endpoints.of(CONFIG | {"http_options": {"port": 0}})
 
 
 @pytest.mark.parametrize(("given", "seconds"), [({}, local.DRAIN_SECONDS), ({"drain_seconds": 50}, 50)])
-def test_ctrl_c_waits_for_no_orchestrator_longer_than_for_all_replicas(given: dict[str, Any], seconds: float) -> None:
+def test_ctrl_c_waits_for_all_replicas_together(given: dict[str, Any], seconds: float) -> None:
     config = copy.deepcopy(CONFIG)
     (own,) = (each for each in config["applications"][0]["deployments"] if each["name"] == "Orchestrator")
     own["user_config"]["program"] |= given
@@ -299,7 +297,7 @@ def test_ctrl_c_waits_for_no_orchestrator_longer_than_for_all_replicas(given: di
     assert local.DRAIN_SECONDS + REPLICA_ENDING_SECONDS + KILL_AFTER_SECONDS <= local.STOP_SECONDS
 
 
-def test_workers_without_weights_keep_what_guards_them() -> None:
+def test_workers_without_weights_stay_supervised() -> None:
     config = copy.deepcopy(CONFIG)
     config["applications"][0]["deployments"][1]["user_config"]["program"]["worker_key_file"] = "worker.key"
     local.adapt(config, "l40-70b-4bit", None)
@@ -307,7 +305,7 @@ def test_workers_without_weights_keep_what_guards_them() -> None:
     assert target == {"host": local.HOST, "worker_key_file": "worker.key", "simulate": "l40-70b-4bit"}
 
 
-def test_a_node_that_does_not_start_is_told_of_in_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_start_is_reported_in_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own exceptions ended the command with a traceback; nothing that it has started is left."""
     ended: list[bool] = []
 
@@ -321,7 +319,7 @@ def test_a_node_that_does_not_start_is_told_of_in_one_error(monkeypatch: pytest.
     assert ended == [True]
 
 
-def test_a_node_that_ray_would_not_start_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_ray_would_not_start_gives_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("not enough memory")
 

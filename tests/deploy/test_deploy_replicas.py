@@ -94,7 +94,7 @@ async def restarted(replica: OrchestratorReplica) -> None:
     await asyncio.wait([replica._restart])
 
 
-async def test_a_program_that_has_ended_is_started_again_and_requests_wait(replica: OrchestratorReplica) -> None:
+async def test_an_ended_program_is_restarted_and_requests_wait(replica: OrchestratorReplica) -> None:
     (first,) = FakeSupervisor.made
     FakeSupervisor.may_start.clear()
     first.has_ended = True
@@ -112,7 +112,7 @@ async def test_a_program_that_has_ended_is_started_again_and_requests_wait(repli
     ] * 2
 
 
-async def test_a_program_whose_index_has_moved_starts_anew_at_the_new_one(
+async def test_a_program_whose_index_has_moved_restarts_with_the_new_one(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Serve is told nothing: it would replace the replica, in three checks and with another process."""
@@ -128,7 +128,7 @@ async def test_a_program_whose_index_has_moved_starts_anew_at_the_new_one(
     assert not waits(replica._door)
 
 
-async def test_streams_of_an_orchestrator_whose_index_has_moved_end_beside_its_successor(
+async def test_streams_of_an_orchestrator_whose_index_has_moved_end_while_its_successor_serves(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FakeSupervisor.may_end.clear()
@@ -140,7 +140,7 @@ async def test_streams_of_an_orchestrator_whose_index_has_moved_end_beside_its_s
     FakeSupervisor.may_end.set()
 
 
-async def test_a_program_that_is_started_at_an_index_that_moves_again_starts_at_the_next(
+async def test_a_program_restarts_again_if_its_index_moves_again(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would wait for ever at an address where nobody answers."""
@@ -157,7 +157,7 @@ async def test_a_program_that_is_started_at_an_index_that_moves_again_starts_at_
     assert replica._place.url == "redis://127.0.0.1:3"
 
 
-async def test_settings_that_come_while_the_index_is_replaced_wait_for_the_next(
+async def test_settings_that_arrive_while_the_index_is_replaced_apply_to_the_next_program(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever is asked may be the one that ends: that is no reason to replace this replica as well."""
@@ -175,7 +175,7 @@ async def test_settings_that_come_while_the_index_is_replaced_wait_for_the_next(
     assert FakeSupervisor.made[-1].index.url == "redis://127.0.0.1:2"
 
 
-async def test_a_program_that_found_no_index_starts_once_more_where_it_is_now(
+async def test_a_program_that_found_no_index_restarts_once_with_the_present_one(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def start(self: FakeSupervisor) -> None:
@@ -189,9 +189,7 @@ async def test_a_program_that_found_no_index_starts_once_more_where_it_is_now(
     assert not waits(replica._door)
 
 
-async def test_an_index_that_says_nothing_has_not_moved(
-    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_index_has_not_moved(replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(timeout_seconds: float) -> None:
         raise Unavailable("the deployment Index does not answer")
 
@@ -201,7 +199,7 @@ async def test_an_index_that_says_nothing_has_not_moved(
     assert len(FakeSupervisor.made) == 1
 
 
-async def test_a_program_that_does_not_start_at_the_new_index_is_left_to_serve(
+async def test_a_program_that_does_not_start_with_the_new_index_is_left_to_serve(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
@@ -214,7 +212,7 @@ async def test_a_program_that_does_not_start_at_the_new_index_is_left_to_serve(
 
 
 @pytest.mark.parametrize("problem", ["", "its port is in use"])
-async def test_a_program_that_ends_again_or_cannot_be_started_is_left_to_serve(
+async def test_a_program_that_ends_again_or_cannot_start_is_left_to_serve(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
     """Nothing waits there any more: Serve would wait for it before it starts another replica."""
@@ -231,7 +229,7 @@ async def test_a_program_that_ends_again_or_cannot_be_started_is_left_to_serve(
     assert len(FakeSupervisor.made) == 2
 
 
-async def test_a_program_that_had_run_for_long_is_started_again_each_time(
+async def test_a_program_that_had_run_for_long_is_restarted_each_time(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "_restarts", Restarts(replace(app.IN_PLACE, steady_seconds=0.0)))
@@ -242,7 +240,7 @@ async def test_a_program_that_had_run_for_long_is_started_again_each_time(
         assert len(FakeSupervisor.made) == number + 1
 
 
-async def test_other_settings_come_before_a_program_that_is_being_started_again(replica: OrchestratorReplica) -> None:
+async def test_new_settings_replace_a_program_that_is_being_restarted(replica: OrchestratorReplica) -> None:
     FakeSupervisor.may_start.clear()
     FakeSupervisor.made[-1].has_ended = True
     await replica.check_health()
@@ -259,7 +257,7 @@ async def test_other_settings_come_before_a_program_that_is_being_started_again(
     assert not waits(replica._door)
 
 
-async def test_a_check_that_a_redeploy_overtakes_ends_nothing(
+async def test_a_check_overtaken_by_a_redeploy_ends_nothing(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (first,) = FakeSupervisor.made
@@ -279,7 +277,7 @@ async def test_a_check_that_a_redeploy_overtakes_ends_nothing(
     await until(lambda: [made.was_stopped for made in FakeSupervisor.made] == [True, False])
 
 
-async def test_streams_of_an_orchestrator_end_beside_its_successor(replica: OrchestratorReplica) -> None:
+async def test_streams_of_an_orchestrator_end_while_its_successor_serves(replica: OrchestratorReplica) -> None:
     """They were cut off after the drain, as the successor waited for it, and so did everybody who came meanwhile."""
     (first,) = FakeSupervisor.made
     FakeSupervisor.may_end.clear()
@@ -320,7 +318,7 @@ async def test_requests_wait_until_a_successor_has_a_target(
     assert limits[0] < forward.OPENING_SECONDS, "after which they are refused"
 
 
-async def test_a_successor_whose_index_moves_waits_for_no_target_there(
+async def test_a_successor_whose_index_moves_does_not_wait_for_a_target(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A redeploy that also moves the index finds its target at the new one: the next check starts the program there."""
@@ -345,14 +343,14 @@ async def test_a_successor_whose_index_moves_waits_for_no_target_there(
     assert not waits(replica._door)
 
 
-async def test_a_change_of_rank_alone_starts_nothing_anew(replica: OrchestratorReplica) -> None:
+async def test_a_change_of_rank_restarts_nothing(replica: OrchestratorReplica) -> None:
     """Ray Serve renumbers replicas when it takes one away, and calls with the settings that they have."""
     await replica.reconfigure({"program": {"host": "127.0.0.1"}})
     assert [made.was_stopped for made in FakeSupervisor.made] == [False]
 
 
 @pytest.mark.usefixtures("replica")
-async def test_a_worker_drains_before_another_takes_its_gpu() -> None:
+async def test_a_worker_drains_before_another_uses_its_gpu() -> None:
     draft = DraftWorker("redis://127.0.0.1:1")
     await draft.reconfigure({"program": {"host": "127.0.0.1", "simulate": "two-cores"}})
     FakeSupervisor.may_end.clear()
@@ -368,7 +366,7 @@ async def test_a_worker_drains_before_another_takes_its_gpu() -> None:
     await draft._end()
 
 
-async def test_a_deployment_without_settings_is_told_what_it_lacks() -> None:
+async def test_a_deployment_without_settings_is_refused_with_what_is_missing() -> None:
     """Serve leaves one without a `user_config` alone: it was healthy, and nothing ran there."""
     orchestrator = build({})._bound_deployment
     index, workers = list(orchestrator.init_args)

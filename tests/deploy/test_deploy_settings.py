@@ -13,7 +13,7 @@ from deploy.supervisor import child_variables
 SIMULATED = {"simulate": "two-cores"}
 
 
-def test_settings_of_a_program_become_its_flags() -> None:
+def test_settings_of_a_program_become_flags() -> None:
     settings = read_program(Role.TARGET, {"program": {**SIMULATED, "kv_memory": "1GB", "rows": 32}, "stall_seconds": 5})
     assert settings.flags == ("--simulate", "two-cores", "--kv-memory", "1GB", "--rows", "32")
     assert isinstance(settings.config, TargetConfig)
@@ -21,7 +21,7 @@ def test_settings_of_a_program_become_its_flags() -> None:
     assert (settings.supervision.stall_seconds, settings.supervision.niceness) == (5.0, 0)
 
 
-def test_lists_and_the_demonstration_model_are_written_out() -> None:
+def test_lists_and_the_demonstration_model_become_flags() -> None:
     settings = read_program(Role.DRAFT, {"program": {"model": "demonstration", "drop_layers": [3, 14]}})
     assert settings.flags == ("--model", str(demonstration_folder()), "--drop-layers", "3,14")
 
@@ -60,12 +60,12 @@ def test_lists_and_the_demonstration_model_are_written_out() -> None:
         ),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_its_name(user_config: dict[str, object], text: str) -> None:
+def test_invalid_settings_are_refused_by_name(user_config: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         read_program(Role.TARGET, user_config)
 
 
-def test_arguments_and_the_index_have_settings_too() -> None:
+def test_arguments_and_the_index_have_settings() -> None:
     assert read_fields(AppSettings, {"drafts": False}, "args").drafts is False
     assert read_fields(IndexSettings, {"port": 7000}, "Index").port == 7000
     for cls, values, text in (
@@ -85,7 +85,7 @@ def test_an_index_can_be_named_by_a_variable() -> None:
         resolved_url("$INDEX", {})
 
 
-def test_a_program_gets_its_threads_and_its_index_back_from_ray() -> None:
+def test_a_program_gets_its_threads_and_index_from_ray() -> None:
     """Ray leaves OMP_NUM_THREADS=1 to whatever its workers start."""
     program = {**SIMULATED, "threads": 6}
     settings = read_program(Role.TARGET, {"program": program, "environment": {"CUDA_VISIBLE_DEVICES": 1}})
@@ -98,7 +98,7 @@ def test_a_program_gets_its_threads_and_its_index_back_from_ray() -> None:
     assert child_variables(settings, "redis://a")["OMP_NUM_THREADS"] == "2"
 
 
-def test_an_orchestrator_drains_for_long_unless_it_is_told_otherwise() -> None:
+def test_an_orchestrator_drains_for_long_by_default() -> None:
     """Its successor serves meanwhile. A worker's successor waits for its memory."""
     assert read_program(Role.ORCHESTRATOR, {}).config.drain_seconds == 600
     assert read_program(Role.ORCHESTRATOR, {"program": {"drain_seconds": 7}}).config.drain_seconds == 7

@@ -34,7 +34,7 @@ def process_id(supervisor: Supervisor) -> int:
     return supervisor._child.process.pid
 
 
-async def test_a_program_serves_where_it_says_and_leaves_when_it_is_stopped(index_url: str, tmp_path: Path) -> None:
+async def test_a_program_serves_at_its_address_and_ends_when_stopped(index_url: str, tmp_path: Path) -> None:
     program = {"simulate": str(PROFILE), "namespace": "supervised"}
     registry = Registry(index_url, "supervised")
     async with supervised(Role.TARGET, index_url, tmp_path, program) as target:
@@ -47,7 +47,7 @@ async def test_a_program_serves_where_it_says_and_leaves_when_it_is_stopped(inde
     await registry.close()
 
 
-async def test_a_program_that_died_is_told_with_its_last_words(index_url: str, tmp_path: Path) -> None:
+async def test_a_dead_program_is_reported_with_its_last_lines(index_url: str, tmp_path: Path) -> None:
     program = {"simulate": str(PROFILE), "namespace": "died"}
     async with supervised(Role.DRAFT, index_url, tmp_path, program) as draft:
         os.kill(process_id(draft), signal.SIGKILL)
@@ -57,13 +57,13 @@ async def test_a_program_that_died_is_told_with_its_last_words(index_url: str, t
             await checked_until_it_fails(draft)
 
 
-async def test_a_program_that_cannot_start_says_why(index_url: str, tmp_path: Path) -> None:
+async def test_a_program_that_cannot_start_reports_why(index_url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"target_worker ended with status 2;.*\n(.|\n)*error: .*nowhere"):
         async with supervised(Role.TARGET, index_url, tmp_path, {"simulate": "nowhere"}):
             pass
 
 
-async def test_a_program_that_is_silent_is_ended(index_url: str, tmp_path: Path) -> None:
+async def test_a_silent_program_is_ended(index_url: str, tmp_path: Path) -> None:
     """Stopped by a signal it keeps its connections and says nothing, as one that hangs."""
     program = {"simulate": str(PROFILE), "namespace": "silent"}
     async with supervised(Role.DRAFT, index_url, tmp_path, program, silent_seconds=0.5) as draft:
@@ -75,7 +75,7 @@ async def test_a_program_that_is_silent_is_ended(index_url: str, tmp_path: Path)
             await draft.check()
 
 
-async def test_a_program_that_nobody_has_asked_for_long_is_not_silent(
+async def test_a_program_without_calls_is_not_silent(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without Ray's head no check comes. The first one after that ended a program whose answer was late once."""
@@ -93,7 +93,7 @@ async def test_a_program_that_nobody_has_asked_for_long_is_not_silent(
         await draft.check()
 
 
-async def test_a_sweep_that_never_ends_is_a_stall(index_url: str, tmp_path: Path) -> None:
+async def test_an_endless_sweep_is_a_stall(index_url: str, tmp_path: Path) -> None:
     """The program answers all the while; idle for longer than that it is left alone."""
     profile = json.loads(PROFILE.read_text())
     profile["target"] |= {"link_seconds": 3600.0}
@@ -132,7 +132,7 @@ async def is_busy(orchestrator: Supervisor) -> bool:
     return bool((await orchestrator.loads()).num_requests_running)
 
 
-async def test_what_runs_is_finished_before_a_program_is_ended(index_url: str, tmp_path: Path) -> None:
+async def test_running_requests_finish_before_a_program_is_ended(index_url: str, tmp_path: Path) -> None:
     common = {"namespace": "drain"}
     async with supervised(Role.TARGET, index_url, tmp_path, {"simulate": str(PROFILE), **common}):
         orchestrated = supervised(Role.ORCHESTRATOR, index_url, tmp_path, {"port": 0, "draft": "none", **common})
@@ -151,7 +151,7 @@ async def ask_long(client: Client) -> Finished:
     raise AssertionError("a stream ends with Finished")
 
 
-async def test_a_stranger_on_a_fixed_port_is_not_taken_for_the_program(index_url: str, tmp_path: Path) -> None:
+async def test_another_process_on_a_fixed_port_is_not_mistaken_for_the_program(index_url: str, tmp_path: Path) -> None:
     """One of another namespace answers there as ours would, before ours has found its port in use."""
     stranger = {"simulate": str(PROFILE), "namespace": "stranger", "port": free_port(HOST), "drain_seconds": 0}
     async with supervised(Role.TARGET, index_url, tmp_path, stranger):
@@ -165,7 +165,7 @@ async def test_a_stranger_on_a_fixed_port_is_not_taken_for_the_program(index_url
 
 
 @pytest.mark.parametrize("is_by_port", [True, False])
-async def test_a_program_waits_for_what_a_replica_that_died_left_behind(
+async def test_a_program_waits_for_processes_of_a_dead_replica(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_by_port: bool
 ) -> None:
     """It drains: a target that was started beside it found the GPU's memory taken, or the port in use."""
@@ -182,9 +182,7 @@ async def test_a_program_waits_for_what_a_replica_that_died_left_behind(
         await after.stop()
 
 
-async def test_a_program_does_not_wait_for_ever(
-    index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_program_does_not_wait_forever(index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts may share a GPU; a port is told to be in use."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(supervisor_module, "REPLICA_ENDING_SECONDS", 0.0)
@@ -213,7 +211,7 @@ async def test_a_program_drains_as_long_as_its_supervisor_waits(
         assert float(flags[flags.index("--drain-seconds") + 1]) == draft.settings.config.drain_seconds == 25
 
 
-async def test_a_log_is_kept_where_somebody_may_read_it(
+async def test_a_log_is_stored_in_a_readable_folder(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -232,7 +230,7 @@ async def test_a_log_is_kept_where_somebody_may_read_it(
         assert len([*temporary.glob("*.log")]) == is_killed, "of one that crashed it is all that is left"
 
 
-def test_a_folder_for_logs_that_somebody_else_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name, another one for each user, can be guessed; whoever made it could replace logs and locks."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = temporary_folder()

@@ -55,7 +55,7 @@ async def answered(client: Client) -> None:
         pass
 
 
-def test_the_dashboard_can_be_imported_anywhere() -> None:
+def test_the_dashboard_can_be_imported_into_any_grafana() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -66,7 +66,7 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
 
 
 @pytest.mark.pipeline
-async def test_every_process_tells_where_its_metrics_are(http_url: str) -> None:
+async def test_every_process_reports_its_metrics_address(http_url: str) -> None:
     async with httpx.AsyncClient() as client:
         told = (await client.get(f"{http_url}/service-discovery")).json()
         assert sorted(one["labels"]["kind"] for one in told) == ["draft", "orchestrator", "target"]
@@ -76,7 +76,7 @@ async def test_every_process_tells_where_its_metrics_are(http_url: str) -> None:
 
 
 @pytest.mark.pipeline
-async def test_every_number_that_is_asked_for_is_told_by_some_process(http_url: str) -> None:
+async def test_every_queried_metric_is_reported_by_some_process(http_url: str) -> None:
     async with httpx.AsyncClient() as client:
         told = (await client.get(f"{http_url}/service-discovery")).json()
         texts = [(await client.get(f"http://{one['targets'][0]}/metrics")).text for one in told]
@@ -87,7 +87,7 @@ async def test_every_number_that_is_asked_for_is_told_by_some_process(http_url: 
     assert asked - names == set()
 
 
-async def test_every_number_of_ours_is_in_the_guide(http_url: str) -> None:
+async def test_every_metric_of_bough_is_in_the_guide(http_url: str) -> None:
     guide = Path("docs/monitoring.md").read_text()
     async with httpx.AsyncClient() as client:
         told = (await client.get(f"{http_url}/service-discovery")).json()
@@ -101,7 +101,7 @@ async def test_every_number_of_ours_is_in_the_guide(http_url: str) -> None:
     "arguments",
     [("check", "config", "prometheus.yml"), ("check", "rules", "rules.yml"), ("test", "rules", "rules_test.yml")],
 )
-def test_rules_are_what_prometheus_takes_and_fire_when_they_should(arguments: tuple[str, ...]) -> None:
+def test_rules_are_valid_for_prometheus_and_fire_as_expected(arguments: tuple[str, ...]) -> None:
     done = subprocess.run([str(PROMTOOL), *arguments], cwd=FOLDER, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -95,7 +95,7 @@ async def orchestrators(index_url: str, number: int) -> list[str]:
 
 
 @pytest.mark.cluster
-async def test_orchestrators_follow_the_load_and_a_target_the_gpu(dashboard: RayDashboard) -> None:
+async def test_orchestrators_scale_with_the_load_and_a_target_with_the_gpu(dashboard: RayDashboard) -> None:
     index_port = free_port(HOST)
     wanted, index_url = config(index_port), f"redis://{HOST}:{index_port}"
     scripts = make_scripts(6, rng := random.Random(1), 500, 240)
@@ -207,9 +207,7 @@ async def is_answered(http: httpx.AsyncClient, url: str) -> bool:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("num_orchestrators", [1, 2])
-async def test_a_redeploy_under_http_streams_fails_none(
-    dashboard: RayDashboard, tmp_path: Path, num_orchestrators: int
-) -> None:
+async def test_a_redeploy_fails_no_http_stream(dashboard: RayDashboard, tmp_path: Path, num_orchestrators: int) -> None:
     """One orchestrator's ports go to its successor, two are replaced in turn; then the draft worker, and the target.
 
     Short streams come all the while, and long ones began before: by Serve's proxy, and at an orchestrator's own port.

@@ -45,9 +45,7 @@ def pasted(call: str, folder: Path, key: str = "") -> subprocess.CompletedProces
 
 
 @pytest.mark.cluster
-async def test_what_is_printed_works_with_a_key_and_not_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_printed_command_works_only_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are named as an operator would, by paths from where `make serve` runs, in variables for all processes."""
     Authority().files(tmp_path, "tls")
     key = new_key()
@@ -76,7 +74,7 @@ async def test_what_is_printed_works_with_a_key_and_not_without(
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("with_haproxy", [False, True], ids=["serve", "haproxy"])
-async def test_what_is_printed_works_as_pasted(
+async def test_the_printed_command_works_when_pasted(
     with_haproxy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one machine as it comes, under a Ray that the test starts and ends; and with HAProxy for HTTP."""

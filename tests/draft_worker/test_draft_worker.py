@@ -42,7 +42,7 @@ def calls(num: int) -> list[GrowCall]:
     ]
 
 
-def test_callers_at_once_get_the_trees_that_they_would_get_alone(tiny: Path) -> None:
+def test_concurrent_callers_get_the_trees_that_they_get_alone(tiny: Path) -> None:
     """Rows of other sessions in a step change the rounding of one's own, and nothing else."""
     with worker(tiny) as draft:
         together = [future.result() for future in [draft.grow(call) for call in calls(9)]]
@@ -73,7 +73,7 @@ def test_a_draft_worker_reports_its_work_to_prometheus(tiny: Path) -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{draft.metrics_port}/metrics", timeout=5)
 
 
-def test_a_port_for_metrics_that_is_in_use_is_named(tiny: Path) -> None:
+def test_a_metrics_port_in_use_is_named(tiny: Path) -> None:
     with (
         worker(tiny) as draft,
         pytest.raises(ConfigError, match="--metrics-port: cannot listen on"),
@@ -82,7 +82,7 @@ def test_a_port_for_metrics_that_is_in_use_is_named(tiny: Path) -> None:
         pass
 
 
-def test_no_call_waits_for_a_compiler(tiny: Path) -> None:
+def test_no_call_waits_for_a_compilation(tiny: Path) -> None:
     """What chooses nodes is compiled at the start, for all types that calls and draft-ahead bring."""
     kernels: list[Any] = [noise._raw_at]
     with worker(tiny, "--ahead-steps", "4") as draft:
@@ -95,7 +95,7 @@ def test_no_call_waits_for_a_compiler(tiny: Path) -> None:
         assert [len(kernel.signatures) for kernel in kernels] == compiled
 
 
-def test_a_caller_that_gives_up_and_one_that_releases_leave_the_others_alone(tiny: Path) -> None:
+def test_a_cancelled_and_a_released_call_do_not_affect_others(tiny: Path) -> None:
     with worker(tiny) as draft:
         gone, kept = (draft.grow(call) for call in calls(2))
         gone.cancel()

@@ -47,7 +47,7 @@ def counted(folder: Path, where: Where, rows: int, kv: torch.device) -> tuple[No
 
 @pytest.mark.parametrize("kv_on_host", [False, True])
 @pytest.mark.parametrize("elsewhere", [(), (1,), (2, 3)])
-def test_a_dense_sweep_waits_once_and_sends_nothing_within_a_layer(
+def test_a_dense_sweep_waits_once_and_transfers_nothing_within_a_layer(
     kv_on_host: bool, elsewhere: tuple[int, ...], tiny: Path
 ) -> None:
     kv = torch.device("cpu") if kv_on_host else device()
@@ -58,7 +58,7 @@ def test_a_dense_sweep_waits_once_and_sends_nothing_within_a_layer(
     assert len(seen.sends) <= MOST_SENDS + (SENDS_ELSEWHERE if elsewhere else 0), seen.sends
 
 
-def test_a_packed_layer_is_few_launches_and_one_more_for_each_matrix(tiny: Path, tmp_path: Path) -> None:
+def test_a_packed_layer_needs_one_more_launch_per_matrix(tiny: Path, tmp_path: Path) -> None:
     """By way of torch's operators it was hundreds."""
     plain, num_layers = counted(tiny, Where(), 64, device())
     num_plain = sum(plain.launches.values())
@@ -70,14 +70,16 @@ def test_a_packed_layer_is_few_launches_and_one_more_for_each_matrix(tiny: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["compressed-tensors", "awq", "gptq", "gptq, unordered", "FP8, blocks"])
-def test_a_packed_sweep_waits_once_and_sends_nothing_within_a_layer(method: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_packed_sweep_waits_once_and_transfers_nothing_within_a_layer(
+    method: str, tiny: Path, tmp_path: Path
+) -> None:
     seen, _ = counted(packed_as(method, tiny, tmp_path / "packed"), Where(), 64, device())
     assert len(seen.stops) == 1, seen.stops
     assert not seen.inside
 
 
 @pytest.mark.parametrize("kv_on_host", [False, True])
-def test_recurrent_layers_get_their_steps_once_and_take_them_in_one_launch(kv_on_host: bool, tmp_path: Path) -> None:
+def test_recurrent_layers_receive_their_steps_once_and_use_one_launch(kv_on_host: bool, tmp_path: Path) -> None:
     """Two trees, and the token that one session has accepted before: a launch each in each of three layers."""
     folder = save_model(tmp_path / "model", FAMILIES["qwen3.5, recurrent layers"])
     kv = torch.device("cpu") if kv_on_host else device()
@@ -130,7 +132,7 @@ def verdict(tree: Tree, params: SamplingParams, rows: LogitRows) -> tuple[Verdic
 
 
 @pytest.mark.parametrize("name", ["greedy", *OTHERS])
-def test_a_verdict_is_the_same_by_the_largest_and_by_all(name: str) -> None:
+def test_a_verdict_does_not_depend_on_whether_all_logits_are_read(name: str) -> None:
     """In bfloat16, where the largest are often equal: the first of them is the token."""
     params = OTHERS.get(name, GREEDY)
     logits = torch.from_numpy(np.random.default_rng(1).integers(0, 4, (6, 40))).bfloat16()
@@ -145,7 +147,7 @@ def test_a_verdict_is_the_same_by_the_largest_and_by_all(name: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_no_number_is_refused_as_ever(bad: float) -> None:
+def test_nans_are_refused_as_on_a_cpu(bad: float) -> None:
     logits = torch.zeros(1, 8)
     logits[0, 5] = bad
     best = best_tokens(logits)
@@ -182,14 +184,14 @@ def swept(folder: Path, params: SamplingParams) -> tuple[list[Any], Notes]:
         return [done.verdict_on(job) for job in jobs], notes
 
 
-def test_a_greedy_sweep_brings_back_a_number_a_node(tiny: Path) -> None:
+def test_a_greedy_sweep_transfers_one_number_per_node(tiny: Path) -> None:
     verdicts, seen = swept(tiny, GREEDY)
     assert len(verdicts) == 2
     assert len(seen.stops) == 1, seen.stops
     assert "(6,)" in seen.stops[0], "of six nodes"
 
 
-def test_a_sampled_one_brings_the_rows_that_are_walked(tiny: Path) -> None:
+def test_a_sampled_sweep_transfers_the_rows_on_the_path(tiny: Path) -> None:
     verdicts, seen = swept(tiny, SamplingParams(seed=1))
     num_walked = sum(1 + len(verdict.accepted_nodes) for verdict in verdicts)
     assert len(seen.stops) == 1 + num_walked, seen.stops

@@ -84,7 +84,7 @@ def read_logits(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("act", [sweep, copy_layers, warm_up, read_logits])
-def test_a_device_that_is_lost_is_named_and_ends_the_process(
+def test_a_lost_device_is_named_and_ends_the_process(
     act: Callable[[StreamedModel, pytest.MonkeyPatch], None], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise every later call would fail with the same error, while the worker accepted sessions."""
@@ -110,7 +110,7 @@ OTHERS_ERRORS = {  # by what a library says, as a RuntimeError: what the devices
 
 
 @pytest.mark.parametrize("said", OTHERS_ERRORS)
-def test_errors_of_libraries_are_distinguished_by_asking_the_device(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_errors_are_distinguished_by_checking_the_device(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton and cuBLAS raise no AcceleratorError. Any of a target's GPUs may be the one that is lost."""
     answer, wanted = OTHERS_ERRORS[said]
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -132,12 +132,12 @@ def test_errors_of_libraries_are_distinguished_by_asking_the_device(said: str, m
     assert len(ended) == (wanted is AcceleratorLost)
 
 
-def test_a_runtime_error_on_a_cpu_is_what_it_is() -> None:
+def test_a_runtime_error_on_a_cpu_is_no_device_error() -> None:
     with pytest.raises(RuntimeError, match=r"^CUDA error: CUBLAS_STATUS_ALLOC_FAILED$"), faults.named_faults(CPU):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def test_after_memory_ran_out_the_next_sweep_is_right(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_after_running_out_of_memory_is_right(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretending(), on_the_device(tiny, Where(), torch.float32) as model:
         wanted = three_sweeps(model, device())
         assert model.num_layers_begun == 3 * len(model.tiers.layers), "by which a sweep that hangs is noticed"
@@ -147,14 +147,14 @@ def test_after_memory_ran_out_the_next_sweep_is_right(tiny: Path, monkeypatch: p
         assert torch.equal(three_sweeps(model, device()), wanted)
 
 
-def test_the_process_ends_with_the_reason_as_its_last_line_and_its_own_status() -> None:
+def test_the_process_ends_with_the_reason_and_its_own_status() -> None:
     code = "import time; from bough.runtime.exit_status import exit_soon; "
     code += "exit_soon(Exception('cuda:0 is lost')); time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (EXIT_LOST, "error: cuda:0 is lost")
 
 
-def test_a_peer_knows_both_errors_by_name() -> None:
+def test_a_peer_recognises_both_errors() -> None:
     """One that is not known becomes an error of no kind, which ends a request that could have gone elsewhere."""
     assert {"AcceleratorFull", "AcceleratorLost"} <= ERROR_NAMES.keys()
 
@@ -170,7 +170,7 @@ class Small(FakeModel):
         return super().sweep(batch)
 
 
-def test_out_of_memory_makes_sweeps_smaller_and_fails_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_out_of_memory_makes_sweeps_smaller_and_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
     model = Small(RowCounts(4, 4))
     limits = replace(LIMITS, max_sweep_tokens=2 * LIMITS.max_nodes)
     engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), new_pool(Clock()), limits, 100)
@@ -188,7 +188,7 @@ def test_out_of_memory_makes_sweeps_smaller_and_fails_nobody(caplog: pytest.LogC
         engine.stop()
 
 
-def test_a_read_that_fails_once_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_read_is_repeated_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"weights")
     descriptor, calls, preadv = os.open(tmp_path / "file", os.O_RDONLY), [0], os.preadv
 
@@ -211,7 +211,7 @@ def test_a_read_that_fails_once_is_made_again(monkeypatch: pytest.MonkeyPatch, t
         os.close(descriptor)
 
 
-def test_a_sweep_that_gets_no_further_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_sweep_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, done = Clock(), [0]
     sweeper = StreamedSweeper(FakeModel(), NO_GRAMMARS)
     engine = SweepEngine(sweeper, new_pool(Clock()), LIMITS, 100, progress=lambda: done[0])
@@ -229,7 +229,7 @@ def test_a_sweep_that_gets_no_further_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert engine.trouble() == "", "nobody asks for anything"
 
 
-async def test_health_says_so_while_it_lasts() -> None:
+async def test_health_reports_a_stall_while_it_lasts() -> None:
     stop, said = asyncio.Event(), list[bool]()
 
     class Served:
@@ -249,7 +249,7 @@ async def test_health_says_so_while_it_lasts() -> None:
     assert said == [False, True]
 
 
-def test_memory_that_runs_out_at_the_start_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_at_the_start_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may have taken some since it was asked for."""
     worker = TargetWorker.__new__(TargetWorker)
     monkeypatch.setattr(worker, "_device", torch.device("cuda", 0), raising=False)

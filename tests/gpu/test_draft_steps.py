@@ -64,7 +64,7 @@ def logits_of(folder: Path, where: torch.device, has_graphs: bool, stays_packed:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*long_but(KINDS[:-1], OTHERS), RECURRENT])
-def test_steps_are_captured_and_right(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_captured_correctly(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for mixtures', whose experts wait for what their router says, and recurrent ones, whose steps are others each
     time: these are launched kernel by kernel.
     """
@@ -79,7 +79,7 @@ def test_steps_are_captured_and_right(family: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", long_but(["compressed-tensors"], ["compressed-tensors", "gptq", "awq"]))
-def test_a_packed_draft_gives_the_same_logits_on_each_gpu_packed_or_written_out(
+def test_a_packed_draft_has_the_same_logits_on_each_gpu_packed_or_unpacked(
     method: str, tiny: Path, tmp_path: Path
 ) -> None:
     """A kernel is launched on the current GPU, so the GPU of the weights must be current while they are loaded."""
@@ -93,7 +93,7 @@ def test_a_packed_draft_gives_the_same_logits_on_each_gpu_packed_or_written_out(
     assert all(torch.equal(found, same) for other in others for found, same in zip(other, written, strict=True))
 
 
-def test_few_bits_are_refused_where_they_cannot_be(tiny: Path, tmp_path: Path) -> None:
+def test_few_bits_are_refused_if_unsupported(tiny: Path, tmp_path: Path) -> None:
     pack(tiny, 4, tmp_path / "packed")
     packed, plain = (build_skeleton(Checkpoint.open(f), torch.bfloat16) for f in (tmp_path / "packed", tiny))
     with pytest.raises(ConfigError, match=r"^--bits: must be auto, 8 or 16 on the CPU, got 4$"):
@@ -102,7 +102,7 @@ def test_few_bits_are_refused_where_they_cannot_be(tiny: Path, tmp_path: Path) -
         with_weights(plain, torch.device("cuda", 0), "4")
 
 
-def test_what_bough_up_reckons_with_is_what_it_takes(tiny: Path, tmp_path: Path) -> None:
+def test_memory_is_used_as_bough_up_calculates(tiny: Path, tmp_path: Path) -> None:
     pack(tiny, 4, tmp_path / "packed")
     flags = "--model", str(tmp_path / "packed")
     few, many = (draft_needs(parse(DraftConfig, "t", [*flags, "--bits", bits], {})).weights for bits in ("4", "16"))

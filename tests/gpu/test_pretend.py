@@ -30,13 +30,13 @@ def test_two_memories_are_not_mixed() -> None:
         assert torch.equal((mine + 1).cpu(), torch.full((3,), 2.0))
 
 
-def test_what_nobody_has_written_is_no_number() -> None:
+def test_unwritten_memory_is_nan() -> None:
     with pretending():
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             assert torch.empty(5, dtype=dtype, device=device()).isnan().all().cpu()
 
 
-def test_what_stops_the_device_is_counted() -> None:
+def test_synchronisations_of_the_device_are_counted() -> None:
     with pretending():
         mine = torch.tensor([1.0, 2.0], device=device())
         assert (len(notes.stops), len(notes.sends)) == (0, 1)
@@ -46,7 +46,7 @@ def test_what_stops_the_device_is_counted() -> None:
         assert len(notes.sends) == 2
 
 
-def test_numbers_of_a_graph_are_not_asked_for_while_it_is_captured() -> None:
+def test_numbers_of_a_graph_cannot_be_read_during_capture() -> None:
     with pretending():
         mine = torch.ones(2).to(device())
         notes.is_capturing = True
@@ -54,7 +54,7 @@ def test_numbers_of_a_graph_are_not_asked_for_while_it_is_captured() -> None:
             mine.cpu()
 
 
-def test_a_copy_is_made_when_somebody_waits_for_it() -> None:
+def test_a_copy_is_made_when_it_is_waited_for() -> None:
     with pretending():
         streams = PretendedStreams(NEVER)
         source, target = torch.arange(4, dtype=torch.uint8), streams.device_memory(4)
@@ -74,7 +74,7 @@ class RecycledStreams(PretendedStreams):
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_memory_that_comes_again_is_waited_for(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reused_memory_is_waited_for(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "model", FAMILIES[family])
     monkeypatch.setattr("tests.fakes.gpu.device_sweeps.PretendedStreams", RecycledStreams)
     slabs = 8 if family == "mixtral" else 0
@@ -82,7 +82,7 @@ def test_memory_that_comes_again_is_waited_for(family: str, tmp_path: Path, monk
     assert not mine.isnan().any(), "nothing was computed from what nobody had written"
 
 
-def test_a_kernel_is_launched_where_its_operands_are() -> None:
+def test_a_kernel_is_launched_on_its_operands_device() -> None:
     """On a GPU it would be launched on the current one, which may not reach them."""
     with pretending():
         act = kernel(torch.Tensor.numel)
@@ -123,7 +123,7 @@ reset, take_back = DeviceRing._reset, _Stage._copy_out
         (_Stage, "_copy_out", take_back_at_once),
     ],
 )
-def test_a_mark_that_is_missing_is_found_whichever_came_first(
+def test_a_missing_event_is_found_in_either_order(
     owner: type, name: str, broken: Callable[..., object], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, broken)

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("elsewhere", "num_crossings"), [((2, 3), 2), ((1,), 2), ((0, 2), 4)])
-def test_what_crosses_are_hidden_states_and_once_what_goes_with_them(
+def test_only_hidden_states_and_their_context_cross_between_devices(
     elsewhere: tuple[int, ...], num_crossings: int, tiny: Path
 ) -> None:
     where = Where(max_resident=1, elsewhere=elsewhere)
@@ -46,7 +46,7 @@ def test_what_crosses_are_hidden_states_and_once_what_goes_with_them(
     assert not notes.inside
 
 
-def test_slots_move_and_copy_layers_wherever_they_are() -> None:
+def test_slots_move_and_copy_layers_on_all_devices() -> None:
     shape, kept = KVShape(3, 2, 4, torch.float32), torch.randn(3, 6, 2, 4)
     with pretending():
         whole, split = shape.empty(20, CPU), split_memory(shape, 20, device(), {1: device(1)})
@@ -89,9 +89,7 @@ def test_two_cards_of_24_gb_hold_a_70b_in_4_bits(awq_70b: Path, monkeypatch: pyt
     assert both.device_bytes <= alone.device_bytes
 
 
-def test_with_kv_on_the_host_a_second_card_holds_layers_in_its_place(
-    awq_70b: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_kv_on_the_host_a_second_card_holds_more_layers(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first card's stage for it is two layers' room, however many layers are elsewhere."""
     flags = "--max-context", "2048", "--kv-sessions", "8"
     alone = placed(monkeypatch, awq_70b, *flags, "--kv-tier", "host")
@@ -105,7 +103,7 @@ def test_with_kv_on_the_host_a_second_card_holds_layers_in_its_place(
     assert here.link_bytes < min(alone.link_bytes, there.link_bytes)
 
 
-def test_experts_come_to_the_first_card_and_layers_on_others_are_whole() -> None:
+def test_experts_are_placed_on_the_first_card_and_other_cards_hold_whole_layers() -> None:
     sizes, apart = [850] * 10, SeparateExperts([50] * 10, ExpertSizes(100, 8, 80, 8000), scratch=7)
     for forced, budgets in ((True, Budgets(3000, 5600, 500, 10)), (False, Budgets(3000, 9999, 500, 10))):
         found = place_with(sizes, Fixed(1000, 0, 0, 0), budgets, [other(2700, 100)], apart, True, forced)
@@ -129,7 +127,7 @@ def test_experts_come_to_the_first_card_and_layers_on_others_are_whole() -> None
     ],
     ids=["layers without experts count none", "where the host cannot hold experts, layers are whole"],
 )
-def test_experts_stay_on_the_host_where_it_holds_all_of_them(
+def test_experts_stay_on_the_host_if_it_holds_all_of_them(
     num_dense: int, budgets: Budgets, expert_bytes: int, layer_bytes: tuple[int, ...]
 ) -> None:
     num_experts = 8 * (10 - num_dense)
@@ -141,7 +139,7 @@ def test_experts_stay_on_the_host_where_it_holds_all_of_them(
 
 
 @pytest.mark.parametrize(("hop_bytes", "num_crossings"), [(0, 20), (GB // 4000, 20), (GB // 12, 8), (GB, 2)])
-def test_the_more_a_hidden_state_takes_to_cross_the_fewer_runs_there_are(hop_bytes: int, num_crossings: int) -> None:
+def test_larger_hidden_states_give_fewer_runs_of_layers(hop_bytes: int, num_crossings: int) -> None:
     """There and back at half the link's speed, they take no more than a twentieth of what layers do."""
     budgets, one = Budgets(5 * GB, 60 * GB, 2 * GB, 99), OtherDevice("cuda:1", 10 * GB, 0, 0, hop_bytes)
     found = place_with([GB] * 40, Fixed(0, 0, 0, 0), budgets, [one])
@@ -154,12 +152,14 @@ def test_the_more_a_hidden_state_takes_to_cross_the_fewer_runs_there_are(hop_byt
     ("tiers", "others", "num_crossings"),
     [("rrrr", (), 0), ("reer", (0, 0), 2), ("reer", (0, 1), 3), ("erre", (0, 0), 4)],
 )
-def test_a_crossing_is_from_any_device_to_another(tiers: str, others: tuple[int, ...], num_crossings: int) -> None:
+def test_hidden_states_cross_from_any_device_to_another(
+    tiers: str, others: tuple[int, ...], num_crossings: int
+) -> None:
     named = tuple(Tier.RESIDENT if tier == "r" else Tier.ELSEWHERE for tier in tiers)
     assert Placement(named, (1,) * 4, Fixed(0, 0, 0, 0), 0, others=others).num_crossings == num_crossings
 
 
-def test_more_than_another_card_has_free_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_memory_than_another_card_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("target_worker.worker.free_device_bytes", lambda _: 9 * GB)
     settings = parse(TargetConfig, "t", ["--model", "m", "--device-memory", "8GB"], {})
     wanted = r"^--resident-devices: cuda:1 must be at most the 9.00 GB that are free there, got 10.00 GB$"
@@ -171,7 +171,7 @@ def other(budget: int, fixed: int = 0, layer_kv: int = 0) -> OtherDevice:
     return OtherDevice("cuda:1", budget, fixed, layer_kv)
 
 
-def test_what_streams_is_less_by_what_is_elsewhere() -> None:
+def test_layers_on_other_devices_do_not_stream() -> None:
     sizes, budgets = [GB] * 20, Budgets(8 * GB, 20 * GB, 2 * GB, 99)
     before = place(sizes, Fixed(0, 2 * GB, 0, 0), budgets)
     after = place_with(sizes, Fixed(0, 2 * GB, 0, 0), budgets, [other(6 * GB + 1, GB, GB // 4)])
@@ -183,7 +183,7 @@ def test_what_streams_is_less_by_what_is_elsewhere() -> None:
     assert sorted((*after.layers(Tier.RESIDENT), *after.layers(Tier.ELSEWHERE), *after.streamed)) == [*range(20)]
 
 
-def test_several_are_filled_in_the_order_in_which_they_are_named() -> None:
+def test_devices_are_filled_in_the_given_order() -> None:
     placement = place_with(
         [GB] * 12, Fixed(0, 0, 0, 0), Budgets(4 * GB, 20 * GB, 2 * GB, 99), [other(3 * GB), other(2 * GB)]
     )

@@ -40,7 +40,7 @@ OTHER_MIXTURES = [name for name in MIXTURES if not hasattr(FAMILIES[name], "kv_l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", long_but(KINDS, FAMILIES))
-def test_every_family_gives_what_the_cpu_gives(family: str, tmp_path: Path) -> None:
+def test_every_family_gives_the_cpus_results(family: str, tmp_path: Path) -> None:
     """On a device whose memory is NaN wherever nobody has written."""
     folder = save_model(tmp_path / "model", of_two_layers(family))
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
@@ -57,7 +57,7 @@ def test_embeddings_that_stay_on_the_host_are_scaled_there(family: str, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", long_but(["mixtral"], OTHER_MIXTURES))
-def test_experts_that_come_when_they_are_chosen(family: str, tmp_path: Path) -> None:
+def test_experts_that_stream_when_chosen(family: str, tmp_path: Path) -> None:
     """Copied from the host's memory as late as may be."""
     folder = save_model(tmp_path / "model", of_two_layers(family))
     mine = on_device(folder, Where(expert_slabs=8, chance=NEVER), torch.float32)
@@ -91,7 +91,7 @@ def in_order(tiny: Path) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", long_but(FEW_PLACES, PLACES))
-def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(
+def test_results_do_not_depend_on_the_places_of_layers_or_on_the_moment_of_copies(
     name: str, tiny: Path, in_order: torch.Tensor
 ) -> None:
     """Copies as early as the device may make them, as late, and by chance; races are looked for in all other orders."""
@@ -103,7 +103,7 @@ def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", long_but(["qwen2 moe, shared expert"], OTHER_MIXTURES))
-def test_experts_come_to_one_device_while_another_holds_whole_layers(family: str, tmp_path: Path) -> None:
+def test_experts_stream_to_one_device_while_another_holds_whole_layers(family: str, tmp_path: Path) -> None:
     """In the bits of one device that has all layers whole, as late as may be and by chance, wherever KV is."""
     folder = save_model(tmp_path / "model", FAMILIES[family])
     wanted = on_device(folder, Where(max_resident=9), torch.bfloat16)
@@ -121,13 +121,13 @@ def test_experts_come_to_one_device_while_another_holds_whole_layers(family: str
         Where(elsewhere=(2,), chance=NEVER),
     ],
 )
-def test_states_stay_where_their_layers_are_wherever_keys_and_values_are(where: Where, tmp_path: Path) -> None:
+def test_states_stay_with_their_layers_wherever_kv_is(where: Where, tmp_path: Path) -> None:
     """Of these four layers the third alone has keys and values, which come to it from the host; a state never moves."""
     folder = save_model(tmp_path / "model", FAMILIES["qwen3.5, recurrent layers"])
     assert torch.equal(on_device(folder, where, torch.bfloat16), on_device(folder, Where(9), torch.bfloat16))
 
 
-def test_latents_on_the_host_and_their_matrix_in_4_bits(tmp_path: Path) -> None:
+def test_latents_on_the_host_with_a_matrix_in_4_bits(tmp_path: Path) -> None:
     """A matrix that is used by heads is written out with the layer, others just before their products."""
     source = save_model(tmp_path / "model", FAMILIES["minicpm3, latents and no experts"])
     folder = packed_as("compressed-tensors", source, tmp_path / "packed")
@@ -139,14 +139,14 @@ PACKINGS = [(method, bits) for method in ("compressed-tensors", "gptq", "gptq, u
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "bits"), [*PACKINGS, ("awq", 4), ("W4A16, asymmetric", 4), ("FP8, blocks", 8)])
-def test_packed_layers_give_what_the_cpu_gives(method: str, bits: int, tiny: Path, tmp_path: Path) -> None:
+def test_packed_layers_give_the_cpus_results(method: str, bits: int, tiny: Path, tmp_path: Path) -> None:
     folder = packed_as(method, tiny, tmp_path / "packed", bits)
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["compressed-tensors", "awq", "gptq", "gptq, unordered"])
-def test_kernels_that_unpack_do_so_in_a_sweep(method: str, tmp_path: Path) -> None:
+def test_unpacking_kernels_run_in_a_sweep(method: str, tmp_path: Path) -> None:
     """Triton's own, interpreted, which takes long: in one layer and one chunk of rows."""
     one = save_model(tmp_path / "one", LlamaConfig(**{**TINY.to_dict(), "num_hidden_layers": 1}))
     folder = packed_as(method, one, tmp_path / "packed")
@@ -158,7 +158,7 @@ def test_kernels_that_unpack_do_so_in_a_sweep(method: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_late", [True, False])
-def test_matrices_written_one_by_one_are_those_of_a_layer_at_once(
+def test_matrices_unpacked_one_by_one_equal_those_of_a_whole_layer(
     is_late: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In room for the largest of them, over several chunks of rows."""
@@ -192,7 +192,7 @@ def shifted(folder: Path, to: Path, by: int) -> Path:
     return to
 
 
-def test_matrices_begin_at_multiples_of_16_bytes_wherever_a_file_has_them(tiny: Path, tmp_path: Path) -> None:
+def test_matrices_begin_at_multiples_of_16_bytes(tiny: Path, tmp_path: Path) -> None:
     found, places = [], set()
     for by in (0, 8):
         folder = shifted(tiny, tmp_path / f"by {by}", by)
@@ -208,7 +208,7 @@ def test_matrices_begin_at_multiples_of_16_bytes_wherever_a_file_has_them(tiny: 
     require_close(found[0], on_cpu(tiny, torch.float32))
 
 
-def test_slabs_of_experts_are_aligned_as_whole_layers_are() -> None:
+def test_slabs_of_experts_are_aligned_like_whole_layers() -> None:
     """A library that chooses kernels by alignment then gives the same bits for either."""
     host: Any = None
     copies = ExpertCopies(host, {}, {}, 4096, 3, InlineStreams(), CopyStats())

@@ -46,7 +46,7 @@ def drawn(mask: np.ndarray, rng: random.Random) -> int:
 
 
 @pytest.mark.parametrize("constraint", [PERSON, PHONE])
-def test_any_order_of_questions_in_a_growing_text_gives_the_same_masks(
+def test_masks_do_not_depend_on_the_order_of_questions(
     grammars: Grammars, byte_tokenizer: TokenizerFiles, constraint: Constraint
 ) -> None:
     """Paths of trees are asked for at random, forbidden ones and ones past the end among them; then the text grows."""
@@ -69,7 +69,7 @@ def test_any_order_of_questions_in_a_growing_text_gives_the_same_masks(
         output += rng.choice(grown)[: rng.randrange(4)]
 
 
-def test_what_follows_masks_alone_is_what_was_asked_for(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
+def test_texts_that_follow_the_masks_match_the_constraint(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
     (end,), decode = byte_tokenizer.eos_token_ids, Tokenizer(byte_tokenizer).decode
     for seed in range(20):
         rng, allowed, output = random.Random(seed), along(grammars, PHONE), list[int]()
@@ -82,7 +82,7 @@ def test_what_follows_masks_alone_is_what_was_asked_for(grammars: Grammars, byte
         assert rest.replace("ab", "").replace("cd", "") == ""
 
 
-def test_after_its_end_only_the_end_may_follow(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
+def test_only_the_end_may_follow_the_end(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
     output, (end,) = Tokenizer(byte_tokenizer).encode_more("yes"), byte_tokenizer.eos_token_ids
     for constraint in (Constraint(choices=("yes", "no")), Constraint(regex="yes+")):
         allowed = along(grammars, constraint)
@@ -96,7 +96,7 @@ def test_after_its_end_only_the_end_may_follow(grammars: Grammars, byte_tokenize
             assert np.count_nonzero(mask) == 1 + (end not in path and len(text) > 2 and not constraint.choices)
 
 
-def test_an_end_that_a_grammar_names_itself_is_none(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
+def test_an_end_token_in_a_grammar_does_not_end_it(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
     """It would end the text where the grammar goes on."""
     (end,) = byte_tokenizer.eos_token_ids
     allowed = along(grammars, Constraint(lark=f'start: "a" <[{end}]> "b"'))
@@ -107,7 +107,7 @@ def test_an_end_that_a_grammar_names_itself_is_none(grammars: Grammars, byte_tok
     assert allowed.after([letter, end]) is None
 
 
-def test_an_output_that_breaks_off_elsewhere_is_taken_up_from_there(grammars: Grammars) -> None:
+def test_an_output_continues_from_a_changed_point(grammars: Grammars) -> None:
     allowed = along(grammars, PHONE)
     digits = np.flatnonzero(fresh(grammars, PHONE, [])).tolist()
     first, other = digits[1:3], digits[3:6]
@@ -116,7 +116,7 @@ def test_an_output_that_breaks_off_elsewhere_is_taken_up_from_there(grammars: Gr
         assert np.array_equal(allowed.after([]), fresh(grammars, PHONE, output))
 
 
-def test_an_output_that_is_not_allowed_is_refused_and_the_next_one_is_not(grammars: Grammars) -> None:
+def test_a_forbidden_output_is_refused_and_the_next_one_is_not(grammars: Grammars) -> None:
     allowed = along(grammars, PHONE)
     (digit, *_) = np.flatnonzero(fresh(grammars, PHONE, [])).tolist()
     with pytest.raises(InvalidRequest, match=r"constraint: must allow the output so far, but its token 1, 269, "):
@@ -125,7 +125,7 @@ def test_an_output_that_is_not_allowed_is_refused_and_the_next_one_is_not(gramma
     assert np.array_equal(allowed.after([]), fresh(grammars, PHONE, [digit, digit]))
 
 
-def test_masks_are_kept_as_long_as_the_grammar_is_the_same(grammars: Grammars) -> None:
+def test_masks_are_kept_while_the_grammar_is_the_same(grammars: Grammars) -> None:
     phone, person = grammar_of(PHONE), grammar_of(PERSON)
     held = grammars.along(phone, None)
     assert grammars.along(phone, held) is held
@@ -133,14 +133,14 @@ def test_masks_are_kept_as_long_as_the_grammar_is_the_same(grammars: Grammars) -
     assert grammars.along("", held) is None
 
 
-def test_tenants_share_no_states_of_a_grammar(grammars: Grammars) -> None:
+def test_tenants_do_not_share_states_of_a_grammar(grammars: Grammars) -> None:
     own = grammars.process("phone", "alice")
     assert grammars.process("phone", "alice") is own
     assert grammars.process("phone", "bob") is not own
     assert grammars.process("person", "alice") is not own
 
 
-def test_rules_that_name_one_another_in_a_long_chain_do_not_end_the_process(grammars: Grammars) -> None:
+def test_a_long_chain_of_rules_does_not_end_the_process(grammars: Grammars) -> None:
     """llguidance recursed along them until its stack was used up, which ended the process for everybody."""
     rules = [f"a{number:x}:a{number + 1:x}" for number in range(10_000)]
     lark = "\n".join(["start:a0", *rules, f'a{len(rules):x}:"x"'])
@@ -153,7 +153,7 @@ def test_rules_that_name_one_another_in_a_long_chain_do_not_end_the_process(gram
         assert mask.any()
 
 
-def test_what_cannot_be_followed_is_refused_by_name(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
+def test_unsupported_grammars_are_refused_by_name(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
     with pytest.raises(InvalidRequest, match=r"constraint: must be a grammar that can be followed"):
         grammars.compile("no grammar")
     endless = Grammars(TokenizerFiles(byte_tokenizer.tokenizer_json, "", ()), VOCAB)
@@ -161,7 +161,7 @@ def test_what_cannot_be_followed_is_refused_by_name(grammars: Grammars, byte_tok
         endless.compile(grammar_of(PHONE))
 
 
-def test_a_grammar_that_grows_past_its_bounds_ends_its_request_alone(byte_tokenizer: TokenizerFiles) -> None:
+def test_a_grammar_that_grows_past_its_limits_only_ends_its_request(byte_tokenizer: TokenizerFiles) -> None:
     grammars, rng = Grammars(byte_tokenizer, VOCAB, Limits(max_lexer_states=600)), random.Random(2)
     allowed = along(grammars, Constraint(regex=r"(.*[a-m].{300}){20}"))
 

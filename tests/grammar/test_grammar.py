@@ -36,7 +36,7 @@ TRICKY = Constraint(choices=('a "quoted" one', "a\nline", "back\\slash", "/[a-z]
         (TRICKY, list(TRICKY.choices), ["a", "abc", "{", 'a \\"quoted\\" one']),
     ],
 )
-def test_texts_are_let_through_or_not(
+def test_texts_are_accepted_or_rejected(
     byte_tokenizer: TokenizerFiles, constraint: Constraint, yes: list[str], no: list[str]
 ) -> None:
     grammars, encode = Grammars(byte_tokenizer, 262), Tokenizer(byte_tokenizer).encode_more
@@ -78,14 +78,14 @@ def test_texts_are_let_through_or_not(
         (Constraint(regex="a" * MAX_GRAMMAR), rf"constraint.*: must be at most {MAX_GRAMMAR} characters"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_followed_is_refused_by_name(constraint: Constraint, message: str) -> None:
+def test_unsupported_constraints_are_refused_by_name(constraint: Constraint, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as refused:
         grammar_of(constraint)
     assert len(str(refused.value)) < 600
     assert "\n" not in str(refused.value)
 
 
-def test_a_schema_of_many_parts_is_checked_whole() -> None:
+def test_a_schema_of_many_parts_is_checked_completely() -> None:
     """As clients make them: definitions, alternatives, formats, and annotations without meaning for a text."""
     schema = {
         "$defs": {"Step": {"type": "object", "title": "Step", "description": "one", "required": ["at"],
@@ -98,7 +98,7 @@ def test_a_schema_of_many_parts_is_checked_whole() -> None:
     assert json.loads(grammar_of(Constraint(json_schema=json.dumps(schema))))["grammars"]
 
 
-async def test_what_was_checked_for_one_salt_is_checked_anew_for_another() -> None:
+async def test_a_grammar_checked_for_one_salt_is_checked_again_for_another() -> None:
     """It was kept for all: a check takes up to a second, and who was refused sooner knew what another had demanded."""
 
     async def checked(salt: str) -> bool:

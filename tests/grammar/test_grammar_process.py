@@ -66,7 +66,7 @@ def along(grammars: Grammars, grammar: str) -> AllowedTokens:
         ),
     ],
 )
-def test_what_crashes_or_exhausts_its_process_is_refused_by_name(constraint: Constraint, message: str) -> None:
+def test_grammars_that_crash_or_exhaust_their_process_are_refused_by_name(constraint: Constraint, message: str) -> None:
     """It ended the orchestrator, or took its memory."""
     for _ in range(2):
         with pytest.raises(InvalidRequest, match=message):
@@ -74,26 +74,26 @@ def test_what_crashes_or_exhausts_its_process_is_refused_by_name(constraint: Con
     assert grammar_of(Constraint(lark=WORD)) == WORD
 
 
-def test_the_least_number_may_be_asked_for() -> None:
+def test_the_least_allowed_number_is_accepted() -> None:
     assert grammar_of(Constraint(json_schema=f'{{"const": {LEAST_NUMBER}}}'))
 
 
 @pytest.mark.parametrize("parameters", [CRASHING, patterns(40)])
-async def test_parameters_of_a_function_are_refused_by_its_name(parameters: str) -> None:
+async def test_invalid_parameters_of_a_function_are_refused_by_its_name(parameters: str) -> None:
     tools = Tools((Function("good", "{}"), Function("bad", parameters)), ToolChoice.REQUIRED)
     prompt, tokenizer = ChatPrompt((Message("user", "x"),), tools), model_of("hermes").tokens
     with pytest.raises(InvalidRequest, match=r"chat\.tools\[1\]\.function\.parameters: "):
         await output_form(prompt, GenerateOptions(), tokenizer, "auto")
 
 
-def test_memory_has_a_limit_of_its_own() -> None:
+def test_memory_has_its_own_limit() -> None:
     process = GrammarProcess(Limits(check_seconds=600.0, memory_bytes=200 * 2**20))
     with pytest.raises(Refused, match="it must be read within 600 s and 200 MiB"):
         process.call("check", fields={"grammar": f"start: %json {patterns(40)}"})
     assert process.call("check", fields={"grammar": WORD})[0] == {"is_last": False}
 
 
-def test_other_outputs_go_on_where_they_were(byte_tokenizer: TokenizerFiles) -> None:
+def test_other_outputs_continue_after_a_lost_process(byte_tokenizer: TokenizerFiles) -> None:
     """Their process is another one then, and learns again what they have said."""
     grammars = Grammars(byte_tokenizer, 270)
     allowed, (a, b) = along(grammars, "start: /[ab]{3}/"), Tokenizer(byte_tokenizer).encode_more("ab")
@@ -106,7 +106,7 @@ def test_other_outputs_go_on_where_they_were(byte_tokenizer: TokenizerFiles) -> 
     assert allowed.after([b, a, a]) is None
 
 
-def test_an_ambiguous_grammar_takes_no_second_for_a_mask(byte_tokenizer: TokenizerFiles) -> None:
+def test_a_mask_of_an_ambiguous_grammar_is_limited_in_time(byte_tokenizer: TokenizerFiles) -> None:
     """Masks of such a grammar took half a second of the sweeps of everybody."""
     names = [f"r{number}" for number in range(300)]
     rules = [f'{name}: x x "a" | "a"' for name in names]
@@ -120,7 +120,7 @@ class Panic(BaseException):
     """As pyo3's PanicException, which is no Exception."""
 
 
-def test_a_panic_of_native_code_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_of_native_code_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def panicking(*_: object) -> Any:
         raise Panic("index out\nof bounds")
 
@@ -144,7 +144,7 @@ sys.stdin.read()
 """
 
 
-async def test_the_processes_end_with_their_parent_however_it_ends() -> None:
+async def test_grammar_processes_end_with_their_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"ready\n"

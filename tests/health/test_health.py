@@ -10,7 +10,7 @@ from tests.fakes.simulated import pair_of
 from tests.fakes.stack import simulated_stack
 
 
-async def test_processes_are_asked_as_a_whole_and_by_service(tmp_path: Path) -> None:
+async def test_health_is_reported_for_the_process_and_by_service(tmp_path: Path) -> None:
     async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
         address = stack.addresses["orchestrator"]  # of which nobody here says that it is ready
         assert await status_of(address) == "SERVING"

@@ -41,11 +41,11 @@ def speculation(*flags: str) -> Speculation:
         (["--no-speculation", "--depth", "3"], Speculation(disabled=True, depth=3)),
     ],
 )
-def test_flags_say_how_to_speculate(flags: list[str], expected: Speculation) -> None:
+def test_flags_set_the_speculation(flags: list[str], expected: Speculation) -> None:
     assert speculation(*flags) == expected
 
 
-def test_what_bough_shape_prints_is_a_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bough_shape_prints_a_valid_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vector, file = tmp_path / "vector.json", tmp_path / "shape.json"
     vector.write_text("[0.6, 0.2, 0.1]")
     with pytest.raises(SystemExit, match="0"):
@@ -98,7 +98,7 @@ def test_flags_that_cannot_be_used_are_refused_by_name(flags: list[str], message
         ('{"parents": [0, 2]}', r"parents\[1\]: must be 0 to 1, .*, got 2"),
     ],
 )
-def test_a_file_that_holds_no_shape_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_a_file_without_a_shape_is_refused(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "shape.json"
     file.write_text(content)
     with pytest.raises(BoughError, match=rf"--growth: .*shape\.json.*{message}"):

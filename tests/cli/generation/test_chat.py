@@ -65,7 +65,7 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
 
 
 @pytest.mark.pipeline
-async def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(tmp_path: Path) -> None:
+async def test_ctrl_c_ends_an_answer_and_the_conversation_continues(tmp_path: Path) -> None:
     profile = write_profile(tmp_path, clock_scale=5)
     async with launched(simulated_settings(profile, profile), lambda _: None) as cluster:
         with terminal("chat", "--address", cluster.address, "--max-tokens", "4000", "--ignore-eos") as chat:
@@ -102,7 +102,7 @@ def test_a_line_is_a_question_unless_it_is_a_command(line: str, meaning: str) ->
 
 
 @pytest.mark.parametrize(("reason", "number", "says"), [("length", 8, True), ("stop", 8, False), ("length", 7, False)])
-def test_an_answer_that_the_limit_ended_says_so(reason: str, number: int, says: bool) -> None:
+def test_an_answer_cut_off_by_the_limit_is_reported_as_such(reason: str, number: int, says: bool) -> None:
     answer = CollectedAnswer()
     speculation = SpeculationMetrics(0, 0, 0, 0.0, (), 0)
     answer.finished = Finished(reason, "", "", Usage(5, number, 0), speculation, RoundTimings(), ())
@@ -111,7 +111,7 @@ def test_an_answer_that_the_limit_ended_says_so(reason: str, number: int, says: 
 
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["chat"], ["explain"]])
-def test_where_no_server_runs_the_error_says_how_to_start_one(
+def test_without_a_server_the_error_explains_how_to_start_one(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

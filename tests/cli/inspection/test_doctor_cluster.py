@@ -91,9 +91,7 @@ def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.server_close()
 
 
-async def test_nodes_and_replicas_are_shown_and_what_is_wrong_is_said(
-    dashboard: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_doctor_shows_nodes_replicas_and_problems(dashboard: str, capsys: pytest.CaptureFixture[str]) -> None:
     problems, addresses = await report_cluster(dashboard)
     assert problems == [
         "node 10.0.0.2 is dead: it was unplugged",
@@ -107,7 +105,7 @@ async def test_nodes_and_replicas_are_shown_and_what_is_wrong_is_said(
     assert "starting not placed yet" in output
 
 
-async def test_the_clusters_orchestrators_are_asked(dashboard: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_doctor_queries_the_clusters_orchestrators(dashboard: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = argument_parser().parse_args(["doctor", "--ray", "http://127.0.0.1:9", "--address", "127.0.0.1:9"])
     assert await doctor(arguments) == 1
     output = capsys.readouterr().out
@@ -115,7 +113,7 @@ async def test_the_clusters_orchestrators_are_asked(dashboard: str, capsys: pyte
     assert "problem: 127.0.0.1:9 does not answer" in output
 
 
-def test_a_host_that_is_set_is_where_an_orchestrator_listens(dashboard: str) -> None:
+def test_doctor_queries_an_orchestrator_at_its_configured_host(dashboard: str) -> None:
     applications = RayDashboard(dashboard).applications()
     assert cluster_problems((), ()) == []
     (application,) = applications
@@ -127,13 +125,15 @@ def test_a_host_that_is_set_is_where_an_orchestrator_listens(dashboard: str) -> 
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", None])
-def test_one_that_listens_everywhere_is_asked_at_its_node(dashboard: str, host: str | None) -> None:
+def test_doctor_queries_an_orchestrator_that_listens_on_all_addresses_at_its_node(
+    dashboard: str, host: str | None
+) -> None:
     applications = RayDashboard(dashboard).applications()
     applications[0].deployments[0].user_config["program"]["host"] = host
     assert orchestrators(applications) == ["10.0.0.1:7411"]
 
 
-def test_what_a_dashboard_refuses_is_said(dashboard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_errors_of_the_dashboard(dashboard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="400 applications: Field required"):
         RayDashboard(dashboard).deploy({"a": 1})
     assert Dashboard.put == [{"a": 1}]
@@ -146,7 +146,7 @@ def test_what_a_dashboard_refuses_is_said(dashboard: str, monkeypatch: pytest.Mo
         RayDashboard("http://127.0.0.1:9").nodes()
 
 
-def test_a_token_comes_from_where_rays_tools_take_it(tmp_path: Any) -> None:
+def test_the_token_is_read_from_the_same_places_as_by_rays_tools(tmp_path: Any) -> None:
     path = tmp_path / "token"
     path.write_text("from a file\n")
     assert ray_token({"RAY_AUTH_TOKEN_PATH": str(path)}) == "from a file"

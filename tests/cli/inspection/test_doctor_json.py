@@ -16,7 +16,9 @@ from tests.fakes.simulated import simulated_settings, write_profile
 
 
 @pytest.mark.pipeline
-async def test_what_runs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_doctor_json_prints_one_line_for_a_running_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     profile = write_profile(tmp_path)
     async with launched(simulated_settings(profile, profile), lambda _: None) as cluster:
         assert await doctor(argument_parser().parse_args(["doctor", "--json", "--address", cluster.address])) == 0
@@ -28,7 +30,7 @@ async def test_what_runs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert report["loads"]["num_requests_running"] == 0
 
 
-async def test_where_nobody_answers_that_is_the_problem(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_doctor_json_reports_a_missing_server_as_the_problem(capsys: pytest.CaptureFixture[str]) -> None:
     assert await doctor(argument_parser().parse_args(["doctor", "--json", "--address", "127.0.0.1:1"])) == 1
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert problem == f"127.0.0.1:1 does not answer: nothing listens there; {MISSING}"
@@ -36,6 +38,6 @@ async def test_where_nobody_answers_that_is_the_problem(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == f"problem: {problem}\n"
 
 
-async def test_a_ray_cluster_has_a_report_for_people_only() -> None:
+async def test_a_ray_cluster_has_no_json_report() -> None:
     with pytest.raises(ConfigError, match=r"^--json: must not be given with --ray, got http://h:1$"):
         await doctor(argument_parser().parse_args(["doctor", "--json", "--ray", "http://h:1"]))

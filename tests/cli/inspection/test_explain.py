@@ -57,7 +57,7 @@ def test_rounds_are_summed_up() -> None:
     assert summed.plain_rate == pytest.approx(6 / (5 / 1.1 + 1))
 
 
-def test_plain_decoding_is_rated_by_what_was_known_after_a_round() -> None:
+def test_plain_decoding_is_rated_by_what_is_known_after_a_round() -> None:
     """The first rounds' costs were taken for slower than they turned out, and first answers for faster than plain."""
     before, learnt = replace(PLAIN, plain_rate=0.25), replace(PLAIN, plain_rate=1.0)
     assert account([before, learnt, learnt]).plain_rate == pytest.approx(1.0)
@@ -65,7 +65,7 @@ def test_plain_decoding_is_rated_by_what_was_known_after_a_round() -> None:
     assert account([learnt, reading, learnt]).plain_rate == pytest.approx(3 / (1 + 4 + 1))
 
 
-def test_of_fixed_sizes_nothing_was_expected() -> None:
+def test_rounds_of_fixed_sizes_have_no_predictions() -> None:
     summed = account([FIXED])
     assert (summed.token_bias, summed.seconds_bias, summed.plain_rate) == (None, None, None)
     assert summed.rate == 4.0
@@ -86,16 +86,18 @@ def test_of_fixed_sizes_nothing_was_expected() -> None:
         (Mode.OFF, 0.0, 0.0, "no tree: the request disables trees, or one token is left"),
     ],
 )
-def test_why_a_size_was_chosen_is_told_in_words(mode: Mode, draft_rate: float, plain_rate: float, reason: str) -> None:
+def test_reasons_for_a_size_are_explained_in_words(
+    mode: Mode, draft_rate: float, plain_rate: float, reason: str
+) -> None:
     decision = Decision(1, mode, draft_rate=draft_rate, plain_rate=plain_rate)
     assert why(decision) == reason
 
 
-def test_a_prompt_that_is_read_beside_is_told() -> None:
+def test_a_prompt_read_in_the_same_sweep_is_mentioned() -> None:
     assert why(DRAFTED) == "drafting pays: 4.1 against 1.1 tokens/s plain; read 35 tokens of context"
 
 
-def test_the_table_has_a_line_a_round_and_no_column_for_what_takes_no_time() -> None:
+def test_the_table_has_a_row_per_round_and_no_column_of_zeros() -> None:
     heading, *lines = table([DRAFTED, PLAIN, FIXED])
     assert heading.split() == [
         *("round", "mode", "budget", "width", "depth", "grown", "sent", "left", "out", "rows", "steps", "tokens"),
@@ -110,7 +112,7 @@ def test_the_table_has_a_line_a_round_and_no_column_for_what_takes_no_time() -> 
     assert ends == {heading.index("why")}
 
 
-def test_the_summary_compares_and_gives_the_last_reasons() -> None:
+def test_the_summary_has_comparisons_and_the_last_reasons() -> None:
     text = "\n".join(summary([DRAFTED, PLAIN]))
     assert "6 tokens in 2 rounds and 2.25 s; 20.5 nodes a round; rounds: 50% draft, 50% lookup" in text
     assert "over 2 rounds: tokens -10.0%, seconds -6.7%" in text
@@ -162,7 +164,7 @@ async def explained(cluster: Cluster, capsys: pytest.CaptureFixture[str], *flags
 
 
 @pytest.mark.pipeline
-async def test_sessions_are_explained_by_their_names_and_by_their_requests(
+async def test_sessions_are_found_by_their_names_and_by_their_requests(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     async with Client(cluster.address) as client:
@@ -182,7 +184,7 @@ async def test_sessions_are_explained_by_their_names_and_by_their_requests(
 
 
 @pytest.mark.pipeline
-async def test_an_unknown_session_is_one_line_and_status_2(cluster: Cluster) -> None:
+async def test_an_unknown_session_gives_one_line_and_status_2(cluster: Cluster) -> None:
     command = [sys.executable, *MODULE, "bough.cli.main", "explain", "nobody", "--address", cluster.address]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 2
@@ -192,7 +194,7 @@ async def test_an_unknown_session_is_one_line_and_status_2(cluster: Cluster) -> 
 
 
 @pytest.mark.pipeline
-async def test_a_sample_is_recorded_in_its_whole_size(cluster: Cluster) -> None:
+async def test_sampled_trees_are_recorded_with_their_whole_size(cluster: Cluster) -> None:
     """It was recorded as a root alone: metrics would have had no draft tokens of it."""
     shape = Speculation(growth=StaticShape((0, 0, 1, 1)), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0)
     options = GenerateOptions(session_id="sampled", max_tokens=20, temperature=0.8, seed=1, speculation=shape)
@@ -204,7 +206,7 @@ async def test_a_sample_is_recorded_in_its_whole_size(cluster: Cluster) -> None:
     assert {decision.num_sent for decision in decisions[:3]} == {5}
 
 
-async def test_the_orchestrator_that_remembers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_orchestrator_that_has_the_decisions_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several, each knows its own rounds only, and one may be down."""
 
     class OneOf:
@@ -235,7 +237,7 @@ async def test_the_orchestrator_that_remembers_is_found(monkeypatch: pytest.Monk
         await explain(arguments)
 
 
-async def test_requests_are_remembered_by_name_for_a_while(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_are_found_by_name_for_a_while(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests_module, "MAX_NAMES", 2)
     await fakes.target("t")
     requests, _ = await fakes.orchestrator()
@@ -249,9 +251,7 @@ async def test_requests_are_remembered_by_name_for_a_while(fakes: Fleet, monkeyp
 
 
 @pytest.mark.pipeline
-async def test_the_running_orchestrator_serves_its_figures(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_running_orchestrator_serves_decisions(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     async with Client(cluster.address) as client:
         await started(client)
         url = (await client.server_info()).metrics_url

@@ -79,7 +79,7 @@ def require_lines(text: str) -> list[str]:
         ("explain", [HOSTILE], None),
     ],
 )
-async def test_commands_print_their_own_lines_alone(
+async def test_hostile_texts_cannot_forge_lines_of_a_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     name: str,
@@ -92,7 +92,7 @@ async def test_commands_print_their_own_lines_alone(
     assert r"x\nall is well\r\x1b[2J" in told
 
 
-def test_an_orchestrators_error_is_printed_as_one(
+def test_an_orchestrators_error_is_printed_as_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command("explain", monkeypatch, NotFound("", HOSTILE))

@@ -17,7 +17,7 @@ from tests.fakes.simulated import simulated_settings, write_profile
 
 
 @pytest.mark.pipeline
-async def test_it_shows_workers_rates_and_the_last_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_top_shows_workers_rates_and_the_last_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = write_profile(tmp_path)
     async with launched(simulated_settings(profile, profile), lambda _: None) as cluster:
         flags = ["top", "--address", cluster.address, "--interval", "0.05"]
@@ -46,7 +46,7 @@ async def test_it_shows_workers_rates_and_the_last_rounds(tmp_path: Path, capsys
     assert "\x1b" not in first, "a file is no terminal"
 
 
-async def test_where_nobody_answers_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_top_reports_that_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = argument_parser().parse_args(["top", "--address", "127.0.0.1:1", "--count", "3"])
     assert await top(arguments) == 1
     assert capsys.readouterr().out == f"127.0.0.1:1 does not answer: nothing listens there; {MISSING}\n"
@@ -55,9 +55,7 @@ async def test_where_nobody_answers_it_says_so(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("flag", "value"), [("--interval", "-1"), ("--interval", "0"), ("--interval", "nan"), ("--count", "-1")]
 )
-def test_a_pause_or_a_number_of_looks_that_would_ask_all_workers_without_a_pause_is_refused(
-    flag: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_pauses_and_counts_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         argument_parser().parse_args(["top", flag, value])
     assert re.match(f"error: {flag}: must be .* or more, got '{value}'", capsys.readouterr().err)

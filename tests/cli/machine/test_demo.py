@@ -51,7 +51,7 @@ FIRST = Side("self-sized, cold", [a_run([[1, 2], [3, 4, 5], [6, 7, 8]], 2.0, [3,
 PLAIN = Side("plain", [a_run([[token] for token in range(1, 9)], 1.5)])
 
 
-def test_a_rate_leaves_out_the_round_that_reads_the_prompt() -> None:
+def test_a_rate_excludes_the_round_that_reads_the_prompt() -> None:
     assert FIRST.tokens_per_second == 6 / 4
     assert FIRST.first_token_seconds == 2.0
     assert FIRST.tokens_per_round == 8 / 3
@@ -59,14 +59,14 @@ def test_a_rate_leaves_out_the_round_that_reads_the_prompt() -> None:
     assert Side("one round", [a_run([[1, 2]], 1.0)]).tokens_per_second == 0.0
 
 
-def test_runs_of_a_side_count_by_their_time() -> None:
+def test_runs_of_a_side_are_weighted_by_their_time() -> None:
     """Not the mean of rates, which a fast moment would win."""
     assert WARM.tokens_per_second == 6 / 3
     assert WARM.mean_nodes == 7.5
     assert WARM.first_token_seconds == 1.5
 
 
-def test_self_sized_is_compared_with_the_best_in_hindsight() -> None:
+def test_self_sized_trees_are_compared_with_the_best_size_in_hindsight() -> None:
     contest = Contest(FIRST, PLAIN, WARM, FIXED)
     assert contest.best_fixed == 16
     assert contest.self_sized_over_best_fixed == pytest.approx(2 / 1.5)
@@ -84,7 +84,7 @@ def test_self_sized_is_compared_with_the_best_in_hindsight() -> None:
     assert "over the best of 4, 16 nodes, chosen in hindsight: 1.33; both on the first 4 tokens only, 2 times" in text
 
 
-def test_a_size_that_was_asked_for_is_compared_with_plain_alone() -> None:
+def test_a_requested_size_is_only_compared_with_plain_decoding() -> None:
     contest = Contest(FIRST, PLAIN)
     assert "best_fixed_nodes" not in contest.summary()
     assert contest.best_fixed == 0
@@ -93,7 +93,7 @@ def test_a_size_that_was_asked_for_is_compared_with_plain_alone() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["first", "warm", "fixed"])
-def test_one_other_token_anywhere_is_told(wrong: str) -> None:
+def test_a_single_different_token_is_reported(wrong: str) -> None:
     other = Side("other", [a_run([[1], [2, 9]], 1.0)])
     right = Contest(FIRST, PLAIN, WARM, FIXED)
     assert right.is_same
@@ -103,7 +103,7 @@ def test_one_other_token_anywhere_is_told(wrong: str) -> None:
     assert "NO" in "\n".join(contest.table())
 
 
-def test_a_first_run_that_is_cut_short_is_not_the_same() -> None:
+def test_a_first_run_that_is_cut_short_counts_as_different() -> None:
     short = Side("short", [a_run([[1, 2], [3]], 1.0)])
     assert not Contest(short, PLAIN).is_same
 
@@ -131,7 +131,7 @@ def test_the_demonstration_runs_on_simulated_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.pipeline
-def test_a_size_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tree_size_can_be_requested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process, which has the command's programs forked."""
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["demo", "--simulate", str(write_profile(tmp_path)), "--max-tokens", "20", "--budget", "4"])
@@ -142,18 +142,18 @@ def test_a_size_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "best_fixed_nodes" not in summary
 
 
-def test_too_short_an_answer_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_that_is_too_short_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         argument_parser().parse_args(["demo", "--max-tokens", "8"])
     assert "--max-tokens: must be a whole number, 16 or more, got '8'" in capsys.readouterr().err
 
 
-async def test_a_profile_that_is_not_there_is_refused() -> None:
+async def test_an_unknown_profile_is_refused() -> None:
     with pytest.raises(ConfigError, match="no-such-profile"):
         await demo(argument_parser().parse_args(["demo", "--simulate", "no-such-profile"]))
 
 
-def test_make_demo_installs_what_the_demonstration_needs_and_no_more(tmp_path: Path) -> None:
+def test_make_demo_installs_only_what_the_demonstration_needs(tmp_path: Path) -> None:
     """Ray, locust, clients of others, and tools of developers took longer to install than everything else."""
     environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL")}
     printed = {
@@ -173,7 +173,7 @@ def test_make_demo_installs_what_the_demonstration_needs_and_no_more(tmp_path: P
 
 
 @pytest.mark.parametrize(("first", "second"), [("demo", "test"), ("test", "demo")])
-def test_either_environment_can_be_made_first(tmp_path: Path, first: str, second: str) -> None:
+def test_either_environment_can_be_created_first(tmp_path: Path, first: str, second: str) -> None:
     """What the suite needs has all that the demonstration needs, but not the other way."""
     environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL")}
     (tmp_path / "bin").mkdir()

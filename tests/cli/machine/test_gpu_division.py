@@ -43,7 +43,7 @@ def _flags(flags: dict[str, Any]) -> list[str]:
         ("cuda:1", "cpu", False),
     ],
 )
-def test_workers_share_a_gpu_where_both_devices_are_the_same(
+def test_workers_share_a_gpu_if_both_devices_are_the_same(
     first: str, second: str, is_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_division, "may_be_gpu", lambda device: device != "cpu")
@@ -51,7 +51,9 @@ def test_workers_share_a_gpu_where_both_devices_are_the_same(
 
 
 @pytest.mark.parametrize("has_draft_started", [False, True])
-def test_the_target_takes_what_the_draft_leaves(has_draft_started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_target_uses_the_memory_that_the_draft_leaves(
+    has_draft_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared = divide_gpu(target(), draft(), NEEDS)
     share = CONTEXT_BYTES + 5 * GB + shared.draft.kv_memory
     assert shared.draft.kv_memory == 2 * GB
@@ -65,14 +67,14 @@ def test_the_target_takes_what_the_draft_leaves(has_draft_started: bool, monkeyp
     )
 
 
-def test_what_a_user_has_told_stays() -> None:
+def test_a_users_settings_are_kept() -> None:
     shared = divide_gpu(target(device_memory="10GB"), draft(kv_memory="1GB"), NEEDS)
     assert (shared.target.device_memory, shared.target.device_reserve) == (10 * GB, 0)
     assert shared.draft.kv_memory == GB
     assert divide_gpu(target(device_reserve="12GB"), draft(), NEEDS).target.device_reserve == 12 * GB
 
 
-def test_a_card_that_is_all_another_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_is_full_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_budget, "free_device_bytes", lambda _: CARD)
     monkeypatch.setattr(memory_budget, "whole_device_bytes", lambda _: CARD)
     with pytest.raises(

@@ -30,7 +30,7 @@ def draft_of(*flags: str) -> DraftConfig:
     return parse(DraftConfig, "d", ["--model", "m", "--threads", "2", *flags], {})
 
 
-def test_keys_and_values_get_what_the_model_and_the_memory_make_of_it() -> None:
+def test_kv_memory_follows_from_the_model_and_the_available_memory() -> None:
     assert kv_budget(1_000_000, 16 * GB) == 32_000_000, "a small model takes little"
     assert kv_budget(GB, 100 * GB) == MOST_BYTES
     assert kv_budget(100_000_000, 2 * GB) == 250_000_000, "an eighth"
@@ -40,7 +40,7 @@ def test_keys_and_values_get_what_the_model_and_the_memory_make_of_it() -> None:
     assert kv_budget(3 * GB, 100 * GB, 590_000_000) == 3 * GB, "the longest session, where an eighth holds it"
 
 
-def test_a_context_is_the_models_own_or_what_memory_holds_in_round_numbers() -> None:
+def test_the_context_is_the_models_own_or_a_round_number_that_fits_the_memory() -> None:
     assert context_within(GB, 100_000, 0, 512, 8192) == 8192
     assert context_within(GB, 200_000, 0, 512, 8192) == 4352, "of 5000 rows 512 are a tree's, and 136 are left over"
     assert context_within(GB, 100_000, 50_000_000, 512, 8192) == 3840, "half is for states of other sessions"
@@ -48,7 +48,7 @@ def test_a_context_is_the_models_own_or_what_memory_holds_in_round_numbers() -> 
 
 
 @pytest.mark.parametrize("free", [int(2.4 * GB), 16 * GB, 512 * GB])
-def test_shares_fit_and_settings_keep_to_them(free: int) -> None:
+def test_shares_fit_the_memory_and_settings_follow_them(free: int) -> None:
     division = divide(free, target_of(), draft_of(), NEEDS, has_index=True)
     shares = {share.name: share for share in division.shares}
     assert set(shares) == {"index", "orchestrator", "draft worker", "target worker"}
@@ -60,7 +60,7 @@ def test_shares_fit_and_settings_keep_to_them(free: int) -> None:
     assert len(division.lines()) == 6
 
 
-def test_what_a_user_tells_stays() -> None:
+def test_a_users_settings_are_kept() -> None:
     told = target_of("--device-memory", "9GB", "--kv-memory", "1GB")
     division = divide(4 * GB, told, draft_of("--kv-memory", "123MB"), NEEDS, has_index=False)
     assert division.target == told
@@ -69,7 +69,7 @@ def test_what_a_user_tells_stays() -> None:
     assert [share.name for share in division.shares] == ["orchestrator", "draft worker", "target worker"]
 
 
-def test_without_a_draft_the_target_has_its_part() -> None:
+def test_without_a_draft_the_target_gets_its_share() -> None:
     def budget(division: Division) -> int:
         return division.target.device_memory
 
@@ -78,7 +78,7 @@ def test_without_a_draft_the_target_has_its_part() -> None:
     assert alone.draft is None
 
 
-def test_what_a_step_of_recurrent_layers_computes_is_the_drafts() -> None:
+def test_a_step_of_recurrent_layers_is_counted_for_the_draft() -> None:
     shares = [
         divide(4 * GB, target_of(), draft_of(), needs, has_index=False).shares[1].num_bytes
         for needs in (NEEDS, NEEDS._replace(step=70_000_000))
@@ -96,7 +96,7 @@ def test_too_little_memory_is_refused_with_the_figures() -> None:
         divide(int(1.5 * GB), target_of(), draft_of(), NEEDS, has_index=True)
 
 
-def test_bits_that_are_no_number_of_bits_are_left_to_the_draft_to_refuse() -> None:
+def test_an_invalid_number_of_bits_is_refused_by_the_draft() -> None:
     """They were divided by."""
     groups = {"config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {}}}
     assert [needs_of_drafts._least_bits(found, "") for found in ({"bits": 0}, {"bits": 0, **groups})] == [4, 8]
@@ -122,7 +122,7 @@ def test_bits_that_are_no_number_of_bits_are_left_to_the_draft_to_refuse() -> No
         ),
     ],
 )
-def test_a_drafts_configuration_that_is_none_is_refused(tmp_path: Path, config: object, problem: str) -> None:
+def test_an_invalid_draft_configuration_is_refused(tmp_path: Path, config: object, problem: str) -> None:
     save_file({"w": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError) as refusal:
@@ -130,14 +130,14 @@ def test_a_drafts_configuration_that_is_none_is_refused(tmp_path: Path, config: 
     assert str(refusal.value) == f"{tmp_path}/{problem}"
 
 
-def test_a_stack_of_no_experts_needs_nothing(tmp_path: Path) -> None:
+def test_a_model_without_experts_needs_no_memory_for_them(tmp_path: Path) -> None:
     """It was divided by their number."""
     save_file({"model.layers.0.experts": np.zeros((0, 2, 2), np.uint8)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"bits": 4}}))
     assert draft_needs(draft_of("--model", str(tmp_path), "--bits", "4")).weights == 0
 
 
-def test_what_a_draft_needs_is_read_from_headers(smollm: Path) -> None:
+def test_a_drafts_memory_is_computed_from_headers(smollm: Path) -> None:
     needs = draft_needs(draft_of("--model", str(smollm), "--max-context", "1000"))
     stored = sum(file.stat().st_size for file in smollm.glob("*.safetensors"))
     assert 0.99 * stored < needs.weights <= stored
@@ -146,7 +146,7 @@ def test_what_a_draft_needs_is_read_from_headers(smollm: Path) -> None:
     assert doubled == DraftNeeds(2 * needs.weights, 2 * needs.session, row=2 * needs.row)
 
 
-def test_only_where_the_processor_computes(smollm: Path) -> None:
+def test_memory_is_divided_only_on_a_cpu(smollm: Path) -> None:
     said: list[str] = []
     orchestrator = parse(OrchestratorConfig, "o", [], {})
     flags = ["--model", str(smollm)]
@@ -160,7 +160,7 @@ def test_only_where_the_processor_computes(smollm: Path) -> None:
     assert len(said) == 1
 
 
-def test_more_than_is_free_is_said_aloud() -> None:
+def test_more_memory_than_is_free_causes_a_warning() -> None:
     """A user who tells the target to take more than there is has it so, and reads what may come of it."""
     division = divide(8 * GB, target_of("--device-memory", "20GB"), draft_of(), NEEDS, has_index=True)
     assert division.target.device_memory == 20 * GB

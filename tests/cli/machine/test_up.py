@@ -46,7 +46,7 @@ def bough_up(*flags: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.pipeline
-def test_the_line_that_it_prints_works_as_it_is_pasted_and_doctor_says_where(tmp_path: Path) -> None:
+def test_the_printed_command_works_when_pasted_and_doctor_names_the_address(tmp_path: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     with bough_up("--simulate", str(write_profile(tmp_path))) as process:
@@ -72,7 +72,7 @@ def test_the_line_that_it_prints_works_as_it_is_pasted_and_doctor_says_where(tmp
         assert f"OpenAI's clients at {url}\n" in subprocess.run(doctor, capture_output=True, text=True).stdout
 
 
-def test_up_takes_the_usual_port_or_another_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_uses_the_usual_port_another_one_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def port(*flags: str) -> int:
         arguments = argument_parser().parse_args(["up", "--simulate", "two-cores", *flags])
         return settings_from(arguments).orchestrator.http_port
@@ -90,7 +90,7 @@ def test_up_takes_the_usual_port_or_another_or_none(monkeypatch: pytest.MonkeyPa
     assert free_port("127.0.0.1", number) == number
 
 
-def test_ports_come_from_the_environment_too_and_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_can_come_from_the_environment_and_must_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual port for HTTP was taken although gRPC had been given it."""
     up = argument_parser().parse_args(["up", "--simulate", "two-cores"])
     assert settings_from(up).orchestrator.port == 7411
@@ -119,7 +119,7 @@ def test_a_port_in_use_is_named_before_anything_starts() -> None:
     require_free_ports("127.0.0.1", ports_of(settings_from(arguments).orchestrator))
 
 
-def test_a_model_that_is_not_there_is_named_by_the_flag_that_names_it(tiny: Path, tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_with_its_flag(tiny: Path, tmp_path: Path) -> None:
     """A worker would end, and its log would name its own setting, `model`, whichever of the two it was."""
     nowhere = str(tmp_path / "nowhere")
     for flags, message in (
@@ -139,7 +139,7 @@ async def refusal(*flags: str) -> str:
     return str(refused.value)
 
 
-async def test_memory_that_there_is_not_is_named_at_once_by_its_flag(tiny: Path) -> None:
+async def test_memory_that_does_not_exist_is_refused_at_once_with_its_flag(tiny: Path) -> None:
     """--device-memory was named, after 13 seconds."""
     models = "--target", str(tiny), "--draft", "none"
     assert re.match(
@@ -150,7 +150,7 @@ async def test_memory_that_there_is_not_is_named_at_once_by_its_flag(tiny: Path)
 
 
 @pytest.mark.parametrize("target", ["tiny", "demonstration"])
-async def test_memory_for_no_session_is_named_before_a_model_is_written_or_read(
+async def test_memory_for_no_session_is_refused_before_a_model_is_written_or_read(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     """A worker said so in its log, after its start."""
@@ -162,7 +162,7 @@ async def test_memory_for_no_session_is_named_before_a_model_is_written_or_read(
 
 
 @pytest.mark.parametrize("flags", [("--simulate", "two-cores"), ("--draft", "none")])
-async def test_files_that_cannot_be_used_are_named_before_anything_starts(
+async def test_unusable_files_are_named_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     """The orchestrator named them in its log, after the workers had started."""
@@ -178,7 +178,7 @@ async def test_files_that_cannot_be_used_are_named_before_anything_starts(
     assert (await refusal(*flags)).startswith("--worker-key-file")
 
 
-async def test_a_draft_that_does_not_fit_is_named_before_a_model_is_written(
+async def test_a_draft_that_does_not_fit_is_refused_before_a_model_is_written(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was found by a worker, which named the other one's address."""
@@ -189,7 +189,7 @@ async def test_a_draft_that_does_not_fit_is_named_before_a_model_is_written(
     assert not list(tmp_path.glob("*")), "nothing was written"
 
 
-def test_space_for_the_demonstration_is_looked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_for_the_demonstration_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(3 * 10**9, 10**9, 2 * 10**9))
     with pytest.raises(ConfigError, match=r"2.3 GB are needed and 2.0 GB are free; set BOUGH_CACHE_DIR"):
@@ -212,7 +212,7 @@ class Informed:
         return ServerInfo((WorkerStatus("h:1", self._info, ""),), "", "", 1, "")
 
 
-async def test_the_longest_session_is_said_with_what_limits_it_and_a_limit_that_cannot_be_followed() -> None:
+async def test_the_longest_session_is_reported_with_its_limit_and_an_impossible_limit_is_refused() -> None:
     info = WorkerInfo("target", "w", "m", "d", "f", "t", 262, 5632, 512, 1, context_limit="--kv-memory of the target")
     lines = await target_lines(cast(Client, Informed(info)), "m")
     assert lines[:1] == ["context: 5632 tokens of prompt and answer, limited by --kv-memory of the target"]

@@ -55,7 +55,7 @@ def children(process: int) -> list[int]:
     return found
 
 
-async def test_an_answer_is_finished_before_the_processes_end(tmp_path: Path) -> None:
+async def test_up_finishes_an_answer_before_its_processes_end(tmp_path: Path) -> None:
     """It was cut off, and a `bough up &` of a script took no notice of SIGINT at all."""
     with (tmp_path / "open").open("w") as held, serving(tmp_path, held.fileno(), clock_scale=20) as (process, address):
         assert held.name in open_files(process.pid)
@@ -75,7 +75,7 @@ async def test_an_answer_is_finished_before_the_processes_end(tmp_path: Path) ->
         assert "draining: running requests have 25 s to finish; Ctrl-C again ends them at once" in errors
 
 
-async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+async def test_a_second_signal_ends_up_at_once(tmp_path: Path) -> None:
     with (tmp_path / "open").open("w") as held, serving(tmp_path, held.fileno(), clock_scale=5) as (process, address):
         async with Client(address, patience_seconds=0.0) as client:
             events = client.generate(TextPrompt("hello"), ENDLESS)
@@ -93,9 +93,7 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-async def test_answers_that_outlast_the_drain_end_with_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answers_longer_than_the_drain_end_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over HTTP a stream's last event but [DONE] is an error, and what is no stream becomes a 503."""
     monkeypatch.setenv("BOUGH_ORCHESTRATOR_DRAIN_SECONDS", "1")
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2000, "ignore_eos": True}

@@ -100,7 +100,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_are_those_of_the_real_checkpoint(family: str, tmp_path: Path) -> None:
+def test_planned_sizes_equal_those_of_the_real_checkpoint(family: str, tmp_path: Path) -> None:
     """By the headers, and by the configuration alone."""
     folder = save_model(tmp_path / "model", FAMILIES[family])
     skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
@@ -118,7 +118,7 @@ def test_sizes_are_those_of_the_real_checkpoint(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_packed_sizes_are_those_of_the_files(family: str, tmp_path: Path) -> None:
+def test_packed_sizes_equal_those_of_the_files(family: str, tmp_path: Path) -> None:
     folder = pack(save_model(tmp_path / "model", FAMILIES[family]), 4, tmp_path / "packed")
     planned = model_shapes(find_model(str(folder)), "bfloat16", 0, 64)
     skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
@@ -128,7 +128,7 @@ def test_packed_sizes_are_those_of_the_files(family: str, tmp_path: Path) -> Non
     assert planned.packed is not None
 
 
-def test_headers_of_a_hub_id_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_planned_from_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are fetched by range requests; group indices, which are data, are taken to be in order."""
     folder = write_headers(tmp_path / "70b", LlamaConfig(**LLAMA_70B, quantization_config=GPTQ), "gptq 4 bits by g_idx")
     tensors = {
@@ -148,7 +148,7 @@ def test_headers_of_a_hub_id_are_enough(tmp_path: Path, monkeypatch: pytest.Monk
     assert size == matrices // 2 + matrices // 128 * 2 + matrices // 128 // 2 + 2 * 8192 * 2
 
 
-def test_a_hub_id_whose_headers_cannot_be_had_is_planned_by_its_configuration(
+def test_a_hub_id_without_headers_is_planned_from_its_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def offline(model: str) -> None:
@@ -166,7 +166,7 @@ def test_packed_weights_without_headers_are_refused(tmp_path: Path) -> None:
     assert model_shapes(find_model(folder), "float16", 4, 64).description.endswith(", 4 bits")
 
 
-def test_a_70b_from_its_config_alone(llama_70b: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_70b_is_planned_from_its_config(llama_70b: str, capsys: pytest.CaptureFixture[str]) -> None:
     whole = run(capsys, llama_70b, *ELSEWHERE, "--link-speed", "3")
     assert len(whole["tiers"]) == 80
     assert 140e9 < whole["weight_bytes"] < 142e9
@@ -183,7 +183,7 @@ def test_a_70b_from_its_config_alone(llama_70b: str, capsys: pytest.CaptureFixtu
     assert packed["speeds"]["compute"] == {"per_second": 80e12, "origin": "set by --compute-speed"}
 
 
-def test_the_demonstration_is_planned_as_bough_up_starts_it(
+def test_the_demonstration_is_planned_like_bough_up_starts_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was planned in memory, with ten times the tokens a second that it has: `bough up` streams it on purpose."""
@@ -209,7 +209,7 @@ def test_the_demonstration_is_planned_as_bough_up_starts_it(
     assert up.settings_from(argument_parser().parse_args(["up"])).target.resident_layers == -1
 
 
-def test_a_plan_places_as_the_worker_does(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_places_layers_like_the_worker(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same sizes but for the padding of pages, hence the same layers."""
     flags = ["--device-memory", "12MB", "--kv-memory", "4MB", "--dtype", "float32", "--max-nodes", "64"]
     speeds = ["--compute-speed", "1", "--memory-speed", "10", "--link-speed", "1"]
@@ -236,14 +236,14 @@ MODELS = DENSE_MODELS | MIXED_MODELS
 
 
 @given(model=MIXED_MODELS)
-def test_up_to_the_knee_the_link_takes_longer_and_beyond_the_products_do(model: SweepModel) -> None:
+def test_below_the_knee_the_link_limits_a_sweep_and_above_it_the_products(model: SweepModel) -> None:
     knee, more = model.knee, model.knee + model.rows.step
     if knee:
         assert model.compute_seconds(knee) <= model.link_seconds_of(knee) * (1 + 1e-9)
     assert model.compute_seconds(more) > model.link_seconds_of(more) * (1 - 1e-9)
 
 
-def test_few_rows_multiply_few_experts() -> None:
+def test_few_rows_compute_few_experts() -> None:
     """One of a hundred experts for each row, each in 16 rows; a thousand rows have all of them, ten and more each."""
     work = Work(1.0, 10, 0, ExpertWork(1.0, 1000, 500, num_experts=100, num_chosen=1, least_rows=16))
     assert work.flops_per_token == 2.0
@@ -255,7 +255,7 @@ def test_few_rows_multiply_few_experts() -> None:
 
 
 @given(model=DENSE_MODELS)
-def test_up_to_the_knee_nodes_are_free_and_beyond_they_are_not(model: SweepModel) -> None:
+def test_nodes_are_free_below_the_knee_only(model: SweepModel) -> None:
     knee = model.knee
     if knee:
         assert model.compute_seconds(knee) <= model.link_seconds * (1 + 1e-9)
@@ -276,7 +276,7 @@ def test_more_tokens_are_never_faster(model: SweepModel, tokens: int) -> None:
     more_device=st.integers(0, 30),
     more_host=st.integers(0, 30),
 )
-def test_more_memory_never_predicts_slower(
+def test_more_memory_never_predicts_less_speed(
     num_layers: int, device: int, host: int, more_device: int, more_host: int
 ) -> None:
     sizes, unit = [10**9] * num_layers, 10**9 // 2
@@ -289,7 +289,7 @@ def test_more_memory_never_predicts_slower(
     assert seconds(device + more_device, host + more_host) <= seconds(device, host)
 
 
-def test_the_price_list_says_what_is_saved() -> None:
+def test_the_price_list_shows_savings() -> None:
     sizes, fixed = [10**9] * 40, Fixed(0, 0, 0, 0)
     budgets = Budgets(device=10 * 10**9, host=20 * 10**9, ring=2 * 10**9, max_resident=40)
 
@@ -309,7 +309,7 @@ def test_the_price_list_says_what_is_saved() -> None:
     assert bought[1].sweep_seconds + bought[1].saved_seconds == before.num_bytes(Tier.DISK) / 1e9
 
 
-def test_rates_count_the_draft_but_not_for_plain_decoding() -> None:
+def test_rates_include_the_draft_except_in_plain_decoding() -> None:
     model = SweepModel(FIXED, Work(0.001, 0), Speeds(Speed(1.0, "")), link_seconds=1.0)
     assert rate(model, 1, 64, draft_seconds=0.5).tokens_per_second == 1.0
     assert rate(model, 6, 64, draft_seconds=0.5).tokens_per_second == pytest.approx(4.0)
@@ -333,14 +333,14 @@ def test_rates_count_the_draft_but_not_for_plain_decoding() -> None:
         ([*ELSEWHERE, "--device-memory", "6GB"], "--device-memory: must be at least"),
     ],
 )
-def test_bad_flags_are_named(flags: Sequence[str], message: str, llama_70b: str, monkeypatch: Any) -> None:
+def test_invalid_flags_are_named(flags: Sequence[str], message: str, llama_70b: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError) as refused:
         make_plan(settings_from(argument_parser().parse_args(["plan", llama_70b, *flags])))
     assert message in str(refused.value)
 
 
-def test_a_model_that_is_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="cannot be fetched, and is not in the local"):
         find_model("bough-tests/no-such-model")
@@ -350,7 +350,7 @@ def test_a_model_that_is_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.
         find_model(str(tmp_path / "missing"))
 
 
-def test_a_plan_tells_its_knee_what_more_memory_brings_and_its_draft_steps(
+def test_a_plan_shows_its_knee_the_gain_of_more_memory_and_draft_steps(
     llama_70b: str, tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -367,7 +367,7 @@ def test_a_plot_is_as_high_as_its_slowest_sweep() -> None:
     assert plot.count("K") == 1
 
 
-def test_what_is_not_told_is_measured(
+def test_unspecified_speeds_are_measured(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {
@@ -385,7 +385,7 @@ def test_what_is_not_told_is_measured(
     assert plan["draft"]["step_seconds"] > 0
 
 
-def test_a_disk_that_falters_is_as_fast_as_in_its_best_third() -> None:
+def test_a_fluctuating_disk_is_rated_by_its_best_third() -> None:
     steady = [Read(float(second), second + 1.0, 100) for second in range(9)]
     later = [Read(read.begin + 15, read.end + 15, 100) for read in steady]
     assert best_rate(steady) == pytest.approx(100)
@@ -395,7 +395,7 @@ def test_a_disk_that_falters_is_as_fast_as_in_its_best_third() -> None:
     assert best_rate(together) == pytest.approx(400), "eight that end at once are no faster than they are"
 
 
-def test_a_disk_is_measured_and_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_a_disk_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bough.model.sizes.hardware_probe.STAND_IN_BYTES", STAND_IN_BYTES // 32)
     monkeypatch.setattr("bough.model.sizes.hardware_probe.DISK_SECONDS", 0.05)
     assert disk_speed(tmp_path, 2).per_second > 1e6

@@ -39,7 +39,7 @@ def planned(folder: Path, *flags: str) -> Any:
     return make_plan(parse(PlanConfig, "target_worker", ["--model", str(folder), *GPU, *flags], {}))
 
 
-def test_a_second_chunk_of_rows_writes_matrices_out_again(folder: Path) -> None:
+def test_a_second_chunk_of_rows_unpacks_matrices_again(folder: Path) -> None:
     sweep = planned(folder).sweep
     once = sweep.work.unpacked_bytes / 400e9
     assert sweep.work.bytes_unpacked_once(1) == 0
@@ -58,7 +58,7 @@ def test_layers_on_another_gpu_do_not_cross_the_link(folder: Path) -> None:
     assert as_json(both)["tiers"].count("elsewhere") == count
 
 
-def test_what_hidden_states_cross_for_is_reckoned_with(folder: Path) -> None:
+def test_transfers_of_hidden_states_are_included(folder: Path) -> None:
     """Through the host's memory unless it is told: half as fast as the link."""
     alone = planned(folder)
     both, told = (
@@ -77,7 +77,7 @@ def test_what_hidden_states_cross_for_is_reckoned_with(folder: Path) -> None:
     assert (alone.sweep.crossing_seconds(256), alone.speeds.crossing) == (0.0, None)
 
 
-def test_a_draft_that_stays_packed_is_written_out_in_every_step(folder: Path) -> None:
+def test_a_draft_that_stays_packed_is_unpacked_in_every_step(folder: Path) -> None:
     sixteen, four = (planned(folder, "--draft", str(folder), "--draft-bits", bits).draft for bits in ("16", "4"))
     assert four.step_seconds - sixteen.step_seconds == pytest.approx(80 * 855_638_016 * 2 / 400e9, rel=0.01)
 
@@ -90,7 +90,7 @@ def test_a_draft_that_cannot_stay_packed_is_refused(tmp_path: Path, folder: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
-def test_every_sample_is_a_matrix_that_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sample_matrix_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = SAMPLES[name](64, 256)
     assert sample.shape == (64, 256)
     raw = sample.random(np.random.default_rng(0))
@@ -102,7 +102,7 @@ def test_every_sample_is_a_matrix_that_can_be_timed(name: str, monkeypatch: pyte
     assert speed.origin == "measured: 64 x 256 written out, bytes written"
 
 
-def test_a_model_s_own_format_is_what_is_timed(folder: Path, tiny: Path, tmp_path: Path) -> None:
+def test_the_models_own_format_is_timed(folder: Path, tiny: Path, tmp_path: Path) -> None:
     assert isinstance(planned(folder).shapes.packed, Awq)
     found = planned(pack(tiny, 8, tmp_path / "packed")).shapes.packed
     assert isinstance(found, Scaled)

@@ -46,7 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 2) -> 
     return str(line)
 
 
-def test_the_papers_tree(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_papers_tree_is_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
     report = run(capsys, "--vector", MEASURED, "--nodes", "64", "--levels", "10")
     assert report["expected_tokens"] == pytest.approx(3.8523, abs=5e-5)
     assert report["nodes"] == sum(report["layer_sizes"]) == len(report["parents"]) + 1 == 64
@@ -62,7 +62,7 @@ def test_children_can_be_limited_and_plain_decoding_has_no_chains(capsys: pytest
     assert (report["expected_tokens"], report["layer_sizes"], report["chains"]) == (1.0, [1], None)
 
 
-def test_a_vector_may_differ_by_depth(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_acceptance_may_differ_by_depth(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "v.json"
     file.write_text("[[0.5, 0.25], [0.75], [0]]")
     report = run(capsys, "--vector", str(file), "--nodes", "9")
@@ -83,7 +83,7 @@ def test_a_vector_may_differ_by_depth(capsys: pytest.CaptureFixture[str], tmp_pa
         ('["0.5"]', "[0]: must be a probability from 0 to 1, got '0.5'"),
     ],
 )
-def test_bad_files_are_refused_by_name(
+def test_invalid_files_are_refused_by_name(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "v.json"
@@ -116,18 +116,20 @@ def test_bad_files_are_refused_by_name(
         (["--vector", MEASURED, "--nodes", "4", "--scheme", "target"], "--scheme: must be given with --from-live only"),
     ],
 )
-def test_bad_flags_are_named(flags: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_named(flags: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in refused(capsys, *flags)
 
 
-def test_from_live_names_the_address_where_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_live_reports_an_address_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
     problem = refused(capsys, "--from-live", "--nodes", "4", "--address", "127.0.0.1:1", status=1)
     assert "127.0.0.1:1" in problem
     assert "`bough up`" in problem
 
 
 @pytest.mark.slow
-async def test_from_what_a_running_system_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_from_live_uses_the_acceptance_of_a_running_system(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = GenerateOptions(max_tokens=50, temperature=0.0, ignore_eos=True, speculation=Speculation(budget=24))
     draft = save_model(
         tmp_path / "draft", LlamaConfig(**{**SMALLEST.to_dict(), "initializer_range": 0.2})
@@ -148,7 +150,7 @@ async def test_from_what_a_running_system_has_measured(tmp_path: Path, capsys: p
             assert expected_tokens(StaticShape(tuple(report["parents"])), acceptance) == report["expected_tokens"]
 
 
-def test_live_counts_become_a_shape(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_counts_give_a_shape(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second level is always right and the first seldom: seen only where depths are told apart."""
     counts = (DepthCounts((200.0, 100.0), (0.0, 700.0)), DepthCounts((100_000.0, 0.0), (0.0, 0.0)))
 
@@ -162,7 +164,7 @@ def test_live_counts_become_a_shape(capsys: pytest.CaptureFixture[str], monkeypa
     assert "measured: without-replacement" in refused(capsys, "--from-live", "--nodes", "4")
 
 
-def test_ctrl_c_ends_what_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_computation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In an event loop the first one would only ask for an end at the next wait, of which there is none."""
 
     def search(*_: object) -> None:

@@ -49,7 +49,7 @@ def greedy(regex: str) -> SamplingParams:
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("ahead_steps", [0, 3])
-def test_no_node_breaks_the_grammar_from_the_prompt_s_last_token_on(
+def test_no_node_breaks_the_grammar_from_the_prompts_last_token_on(
     grammars: Grammars, plan: TreePlan, temperature: float, ahead_steps: int
 ) -> None:
     """While the text grows by what was guessed, and is then another one."""
@@ -74,7 +74,7 @@ def test_no_node_breaks_the_grammar_from_the_prompt_s_last_token_on(
     assert num_nodes > 8
 
 
-def test_another_grammar_of_the_session_is_another_tree(grammars: Grammars) -> None:
+def test_another_grammar_of_the_session_gives_another_tree(grammars: Grammars) -> None:
     engine = new_engine(FakeModel(), grammars=grammars)
     for regex, tokens in (("a+", {0, END}), ("[bc]+", {1, 2, END}), ("a+", {0, END})):
         tree = grow_now(engine, grow_call([3, 1, 4], sampling=greedy(regex))).tree

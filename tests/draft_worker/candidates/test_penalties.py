@@ -72,7 +72,7 @@ penalties = st.builds(
     st.sampled_from([0, NUM_TOKENS - 3, NUM_TOKENS + 3]),
     st.integers(0, 99),
 )
-def test_what_is_changed_is_changed_as_upon_whole_rows(
+def test_penalties_change_candidates_like_whole_rows(
     params: SamplingParams, held: list[int], paths: list[list[int]], prompt_length: int, vocab_size: int, seed: int
 ) -> None:
     """Bit for bit, wherever the prompt ends, whatever is repeated, with logits of no chance and of 0 among them."""
@@ -86,7 +86,7 @@ def test_what_is_changed_is_changed_as_upon_whole_rows(
     assert np.array_equal(upon(logits, guessing, held, paths, width=6), expected)
 
 
-def test_only_tokens_that_were_seen_are_worked_out() -> None:
+def test_penalties_are_only_computed_for_seen_tokens() -> None:
     """A row has 49,152 logits, and a path a few tokens: steps with penalties once took longer than the model did."""
     params = replace(PENALTIES, logit_bias={7: 1.0})
     logits = np.full((2, 1000), np.nan, np.float32)
@@ -97,7 +97,7 @@ def test_only_tokens_that_were_seen_are_worked_out() -> None:
     assert np.isnan(found).sum() == 2 * 996
 
 
-def test_logits_of_inference_are_changed_too() -> None:
+def test_penalties_change_tensors_in_inference_mode() -> None:
     """A model's are, and torch refuses to change them outside of it."""
     with torch.inference_mode():
         rows = torch.ones(1, NUM_TOKENS)
@@ -107,14 +107,14 @@ def test_logits_of_inference_are_changed_too() -> None:
     assert rows[0, 3] == pytest.approx(1 / 1.7 - 1.0)
 
 
-def test_the_past_is_counted_after_the_prompt() -> None:
+def test_counts_begin_after_the_prompt() -> None:
     past = TokenCounts.of([5, 2, 5, 5, 9], prompt_length=2)
     assert (past.tokens.tolist(), past.num_outputs.tolist()) == ([2, 5, 9], [0, 2, 1])
     assert TokenCounts.of([5, 2], prompt_length=7).num_outputs.tolist() == [0, 0]
     assert len(TokenCounts.of((), 0).tokens) == 0
 
 
-def test_one_sessions_penalties_are_not_anothers() -> None:
+def test_sessions_do_not_share_penalties() -> None:
     """They share a step, and so one tensor of logits."""
     engine, asked = new_engine(FakeModel()), []
     banned = SamplingParams(0.0, logit_bias=dict.fromkeys(range(1, VOCAB), BANNED))

@@ -56,7 +56,7 @@ def drawn(log_probs: NDArray[np.float64], power: float, seed: int) -> NDArray[np
         pytest.param((2.0, 0.8), 4000, VOCAB, 0.1, id="another text follows"),
     ],
 )
-def test_the_power_that_made_the_text_is_found(
+def test_the_power_that_generated_the_text_is_found(
     powers: tuple[float, ...], num_rounds: int, num_kept: int, tolerance: float
 ) -> None:
     """A few nodes at a time, as rounds bring them. What is no candidate counts as one of its own, which is close."""
@@ -70,7 +70,7 @@ def test_the_power_that_made_the_text_is_found(
 
 
 @pytest.mark.parametrize(("token", "bound"), [(5, LEAST_POWER), (0, MOST_POWER)])
-def test_a_draft_that_is_always_wrong_or_always_right_ends_at_the_bounds(token: int, bound: float) -> None:
+def test_a_draft_that_is_always_wrong_or_right_reaches_the_limits(token: int, bound: float) -> None:
     scaling = TemperatureScaling()
     candidates = Candidates(np.int32([[0, 1, 2]]), np.log(np.float32([[0.5, 0.3, 0.1]])))
     for _ in range(2000):
@@ -83,7 +83,7 @@ def test_a_draft_that_is_always_wrong_or_always_right_ends_at_the_bounds(token: 
     st.floats(LEAST_POWER, MOST_POWER),
     st.data(),
 )
-def test_whatever_a_draft_says_there_are_probabilities_in_the_same_order(
+def test_scaled_probabilities_are_valid_and_keep_their_order(
     scores: NDArray[np.float32], power: float, data: st.DataObject
 ) -> None:
     """One-hot rows, rows without a chance, and candidates that leave nothing for other tokens."""
@@ -106,13 +106,13 @@ def test_whatever_a_draft_says_there_are_probabilities_in_the_same_order(
     assert LEAST_POWER <= scaling.power <= MOST_POWER
 
 
-def test_power_one_leaves_probabilities_as_they_are() -> None:
+def test_power_one_leaves_probabilities_unchanged() -> None:
     candidates, _ = said(3, 6, seed=1)
     assert np.array_equal(scaled(candidates.log_probs, 1.0), candidates.log_probs)
     assert scaled(candidates.log_probs, 1.0 + 1e-9) == pytest.approx(candidates.log_probs, abs=1e-6)
 
 
-def test_each_kind_of_guess_is_learnt_apart_and_samples_not_at_all() -> None:
+def test_each_kind_of_guess_has_its_own_power_and_samples_have_none() -> None:
     scalings = TemperatureScalings()
     kinds = [guessing(GREEDY), guessing(DRAWN), guessing(DRAWN, is_perturbed=True), guessing(SamplingParams(1.2))]
     assert len({id(scalings.of(kind)) for kind in kinds}) == 4
@@ -126,7 +126,7 @@ def test_each_kind_of_guess_is_learnt_apart_and_samples_not_at_all() -> None:
     assert note.endswith(", learnt from 100 tokens")
 
 
-def test_a_power_that_is_set_is_not_learnt() -> None:
+def test_a_configured_power_is_not_learnt() -> None:
     scalings = TemperatureScalings(1.5)
     candidates, log_probs = said(100, VOCAB, seed=1)
     scalings.of(guessing(GREEDY)).observe(candidates, drawn(log_probs, 3.0, seed=2))
@@ -148,7 +148,7 @@ def likeliest(tokens: list[int], num_tokens: int) -> list[int]:
     return tokens
 
 
-def test_a_draft_that_is_right_more_often_than_it_says_grows_deeper_trees() -> None:
+def test_an_underconfident_draft_grows_deeper_trees() -> None:
     plan = TreePlan(BestFirst(8, 2, 6))
     engine, as_it_is = new_engine(FakeModel(), power=0.0), new_engine(FakeModel())
     tokens, held = [3, 1, 4], 0
@@ -163,7 +163,7 @@ def test_a_draft_that_is_right_more_often_than_it_says_grows_deeper_trees() -> N
 
 
 @pytest.mark.slow
-def test_trees_are_the_same_whether_or_not_more_was_explored_ahead() -> None:
+def test_trees_do_not_depend_on_what_was_explored_ahead() -> None:
     """What the draft found out without being asked teaches it nothing, or trees would depend on it."""
     cold, warm = new_engine(FakeModel(), power=0.0), new_engine(FakeModel(), ahead_steps=20, power=0.0)
     tokens, held = [3, 1, 4], 0
@@ -179,7 +179,7 @@ def test_trees_are_the_same_whether_or_not_more_was_explored_ahead() -> None:
     assert powers[0] == powers[1] != 1.0
 
 
-def test_another_text_or_the_same_call_again_teaches_nothing() -> None:
+def test_another_text_or_a_repeated_call_is_not_learnt_from() -> None:
     engine = new_engine(FakeModel(), power=0.0)
     scaling = engine.scalings.of(guessing(GREEDY))
     grow_now(engine, grow_call([3, 1, 4]))
@@ -190,7 +190,7 @@ def test_another_text_or_the_same_call_again_teaches_nothing() -> None:
     assert scaling.num_tokens == 1
 
 
-def test_samples_are_drawn_from_what_the_draft_says() -> None:
+def test_samples_follow_the_drafts_distribution() -> None:
     """They are verified by it: no power may touch them."""
     plan = TreePlan(StaticShape((0, 0, 1, 1, 2)), Scheme.WITHOUT_REPLACEMENT)
     trees = [

@@ -27,7 +27,7 @@ def sorted_best(row: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("vocab_size", SIZES)
 @pytest.mark.parametrize("num", [1, 64, 256])
-def test_they_are_those_that_sorting_finds(vocab_size: int, num: int) -> None:
+def test_candidates_are_those_of_sorting(vocab_size: int, num: int) -> None:
     """Also of rows that stand apart in memory, as a model leaves them, and with banned tokens among them."""
     rng = np.random.default_rng(vocab_size + num)
     room = torch.from_numpy(rng.normal(size=(5, vocab_size + 11)).astype(np.float32))
@@ -44,7 +44,7 @@ def test_they_are_those_that_sorting_finds(vocab_size: int, num: int) -> None:
 
 
 @pytest.mark.parametrize("same", [0.0, -np.inf])
-def test_rows_of_which_much_is_alike(same: float) -> None:
+def test_rows_with_many_equal_values(same: float) -> None:
     """Those beside them are none the wiser."""
     logits = torch.full((3, 3 * ENOUGH), same)
     logits[1, 7] = 3.0
@@ -56,7 +56,7 @@ def test_rows_of_which_much_is_alike(same: float) -> None:
     assert tokens[2].tolist() == sorted_best(logits[2].numpy(), 256)[1].tolist()
 
 
-def test_a_row_of_no_numbers_says_so_and_harms_no_other() -> None:
+def test_a_row_of_nans_is_reported_and_affects_no_other() -> None:
     logits = torch.full((2, ENOUGH), torch.nan)
     logits[1] = torch.randn(ENOUGH, generator=torch.Generator().manual_seed(1))
     values, _ = largest(logits, 64)
@@ -80,14 +80,14 @@ def test_finite_logits_among_many_nans_are_found() -> None:
     st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4),
     st.lists(st.integers(0, 999), min_size=1, max_size=20),
 )
-def test_noise_of_single_tokens_is_that_of_the_row(seed: int, positions: list[int], tokens: list[int]) -> None:
+def test_noise_of_single_tokens_equals_the_rows(seed: int, positions: list[int], tokens: list[int]) -> None:
     rows = np.array([gumbel_noise(seed, position, 1000)[tokens] for position in positions])
     own = noise_at(seed, np.array(positions, np.int32), np.tile(np.array(tokens, np.int32), (len(positions), 1)))
     assert own.tobytes() == rows.tobytes()
 
 
 @pytest.mark.parametrize("guess", Guess)
-def test_guessing_makes_noise_for_no_token_but_those_considered(guess: Guess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_only_computed_for_considered_tokens(guess: Guess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows for whole vocabularies, kept from step to step, came to 131 MB at 128,000 tokens, in no budget."""
 
     def refuse(*_: object) -> None:

@@ -57,7 +57,7 @@ def likely_outcome(tokens: list[int], tree: Tree) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("params", [SamplingParams(0.0), SamplingParams(0.8, seed=3)], ids=["greedy", "drawn"])
-def test_a_likely_outcome_is_grown_before_it_is_asked_for(plan: TreePlan, params: SamplingParams) -> None:
+def test_a_likely_outcome_is_grown_before_the_call(plan: TreePlan, params: SamplingParams) -> None:
     """What is sampled is sampled beforehand with the random numbers of the round that will ask for it."""
     model = FakeModel()
     engine = new_engine(model, ahead_steps=LONG)
@@ -75,7 +75,7 @@ def test_a_likely_outcome_is_grown_before_it_is_asked_for(plan: TreePlan, params
     assert engine.num_warm_trees >= 5
 
 
-def test_it_ends_after_its_steps_and_gives_way_to_calls() -> None:
+def test_draft_ahead_ends_after_its_steps_and_yields_to_calls() -> None:
     model = FakeModel()
     engine = new_engine(model, ahead_steps=6)
     grow_now(engine, grow_call([3, 1, 4], session_id="ahead"))
@@ -91,7 +91,7 @@ def test_it_ends_after_its_steps_and_gives_way_to_calls() -> None:
     assert max(model.rows_run[4:]) <= 32
 
 
-def test_a_call_with_other_parameters_takes_over_no_guesses() -> None:
+def test_a_call_with_other_parameters_uses_no_guesses_grown_ahead() -> None:
     engine = new_engine(FakeModel(), ahead_steps=LONG)
     result = grow_now(engine, grow_call([3, 1, 4]))
     go_ahead(engine)
@@ -103,7 +103,7 @@ def test_a_call_with_other_parameters_takes_over_no_guesses() -> None:
 
 
 @pytest.mark.parametrize("plan", [TreePlan(StaticShape(())), TreePlan(BestFirst(1, 1, 1))])
-def test_nothing_is_grown_ahead_where_nothing_is_grown(plan: TreePlan) -> None:
+def test_nothing_is_grown_ahead_for_plans_without_growth(plan: TreePlan) -> None:
     engine = new_engine(FakeModel(), ahead_steps=LONG)
     grow_now(engine, grow_call([3, 1, 4], plan=plan))
     assert not engine.can_go_ahead
@@ -119,7 +119,7 @@ def test_nothing_is_grown_ahead_below_the_end_of_the_text() -> None:
     assert sum(model.rows_run) < 20
 
 
-def test_a_failure_ahead_costs_nothing_but_the_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_ahead_only_costs_the_head_start(caplog: pytest.LogCaptureFixture) -> None:
     is_broken = []
 
     def fail(_: Batch) -> None:
@@ -138,7 +138,7 @@ def test_a_failure_ahead_costs_nothing_but_the_start(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.slow
-def test_a_session_longer_than_the_drafts_context_goes_on_in_a_window() -> None:
+def test_a_session_longer_than_the_drafts_context_continues_in_a_window() -> None:
     """The oldest tokens are dropped and half of the window is kept, so the rest is seldom run again."""
     model = FakeModel()
     engine = new_engine(model, window=Window(20, 40), ahead_steps=3)
@@ -160,7 +160,7 @@ def test_a_session_longer_than_the_drafts_context_goes_on_in_a_window() -> None:
     assert grow_now(engine, grow_call(tokens[:5], 3)).tree == grown_alone(grow_call(tokens[:5])).tree
 
 
-def test_a_prompt_longer_than_the_drafts_context_is_run_from_where_the_window_begins() -> None:
+def test_a_prompt_longer_than_the_drafts_context_starts_at_the_window() -> None:
     model = FakeModel()
     engine = new_engine(model, window=Window(20, 40))
     tokens = [3, 1, 4, 1, 5, 2] * 10
@@ -170,7 +170,7 @@ def test_a_prompt_longer_than_the_drafts_context_is_run_from_where_the_window_be
 
 
 @pytest.mark.slow
-def test_a_tree_stays_within_the_positions_that_a_draft_was_made_for() -> None:
+def test_a_tree_stays_within_the_drafts_positions() -> None:
     highest = []
 
     def record(batch: Batch) -> None:
@@ -183,7 +183,7 @@ def test_a_tree_stays_within_the_positions_that_a_draft_was_made_for() -> None:
     assert max(highest) < 30
 
 
-def test_expansions_outlive_calls_whose_plan_could_fill_the_session() -> None:
+def test_expansions_survive_calls_whose_plan_could_fill_the_session() -> None:
     """Few trees expand as many nodes as they may."""
     engine, tokens = new_engine(FakeModel(), window=Window(100, 200, max_expansions=64), ahead_steps=LONG), [3, 1, 4]
     plan = TreePlan(BestFirst(12, 8, 8))
@@ -195,6 +195,6 @@ def test_expansions_outlive_calls_whose_plan_could_fill_the_session() -> None:
         tokens = [*tokens, int(result.tree.tokens[1])]
 
 
-def test_it_goes_ahead_by_itself_on_a_gpu_only() -> None:
+def test_draft_ahead_is_automatic_on_a_gpu_only() -> None:
     cpu, gpu = "cpu", "cuda"
     assert [num_steps(-1, cpu), num_steps(-1, gpu), num_steps(0, gpu), num_steps(5, cpu)] == [0, NUM_STEPS, 0, 5]

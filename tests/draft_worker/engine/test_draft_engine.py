@@ -24,7 +24,7 @@ from tests.fakes.draft import VOCAB, FakeModel, fake_log_probs, grow_call, grow_
 GROWTHS: tuple[Growth, ...] = (BestFirst(12, 3, 4), StaticShape((0, 0, 1, 1, 2)), StaticShape.chains(2, 3))
 
 
-def test_a_session_kept_over_rounds_grows_what_a_fresh_one_would() -> None:
+def test_a_session_over_many_rounds_grows_the_trees_of_a_new_one() -> None:
     """Follows an accepted path, then a token outside the tree, then a rollback by the orchestrator."""
     model = FakeModel()
     engine = new_engine(model)
@@ -42,7 +42,7 @@ def test_a_session_kept_over_rounds_grows_what_a_fresh_one_would() -> None:
     assert grow_now(engine, grow_call(tokens, 2)).tree == grown_alone(grow_call(tokens)).tree
 
 
-def test_a_tree_comes_with_what_draft_steps_take_but_for_those_that_read_context() -> None:
+def test_a_tree_comes_with_the_times_of_draft_steps_that_read_no_context() -> None:
     engine = new_engine(FakeModel())
     first = grow_now(engine, grow_call([3, 1, 4, 1, 5], plan=TreePlan(BestFirst(4, 3, 1))))
     assert first.cost is None, "its one step read the context too"
@@ -55,7 +55,7 @@ def test_a_tree_comes_with_what_draft_steps_take_but_for_those_that_read_context
 
 
 @pytest.mark.parametrize("held", [0, 2])
-def test_the_same_text_again_is_not_run_again(held: int) -> None:
+def test_repeated_text_is_not_computed_again(held: int) -> None:
     """An orchestrator whose draft call timed out sends all tokens once more, or none."""
     model = FakeModel()
     engine = new_engine(model)
@@ -66,7 +66,9 @@ def test_the_same_text_again_is_not_run_again(held: int) -> None:
 
 
 @pytest.mark.parametrize("num_steps", range(4))
-def test_a_tree_that_takes_too_long_is_what_has_grown(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
+def test_a_tree_that_takes_too_long_is_returned_as_grown_so_far(
+    monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
     """A draft step takes a second of this clock; what was found out stays for the next call."""
     clock = [0]
     monkeypatch.setattr("draft_worker.engine.job.time.perf_counter_ns", lambda: clock[0])
@@ -85,7 +87,7 @@ def test_a_tree_that_takes_too_long_is_what_has_grown(monkeypatch: pytest.Monkey
     assert grow_now(engine, grow_call([3, 1, 4])).tree == whole
 
 
-def test_a_tree_that_might_expand_more_nodes_than_there_are_rows_for_has_fewer_levels() -> None:
+def test_a_tree_that_might_expand_more_nodes_than_there_are_rows_has_fewer_levels() -> None:
     """They were refused, and a request that asked for 200 levels had no guesses at all."""
     deep, narrow = TreePlan(BestFirst(40, 30, 200)), TreePlan(BestFirst(8, 300, 20))
     assert (
@@ -95,7 +97,7 @@ def test_a_tree_that_might_expand_more_nodes_than_there_are_rows_for_has_fewer_l
     assert len(grown_alone(grow_call([3, 1, 4], plan=narrow)).tree) == 8
 
 
-def test_a_wrong_belief_about_what_is_held_is_refused_with_the_truth() -> None:
+def test_a_wrong_assumption_about_the_session_is_refused_with_its_state() -> None:
     engine = new_engine(FakeModel())
     grow_now(engine, grow_call([3, 1, 4]))
     with pytest.raises(PrefixMissing) as caught:
@@ -114,7 +116,7 @@ def test_at_temperature_the_draft_guesses_the_sample_itself() -> None:
         assert int(tree.tokens[1]) == draw(fake_log_probs(tokens).astype(np.float64), params, position=3)
 
 
-def test_without_the_noise_the_draft_guesses_what_is_likely() -> None:
+def test_without_noise_the_draft_guesses_likely_tokens() -> None:
     tokens = [3, 1, 4]
     params = SamplingParams(temperature=2.0, top_k=3, seed=5)
     plan = TreePlan(BestFirst(4, 1, 1), guess=Guess.DISTRIBUTION)
@@ -152,7 +154,7 @@ calls = st.tuples(
 
 @pytest.mark.slow
 @given(st.lists(calls, min_size=1, max_size=6), st.lists(st.integers(0, 3), min_size=6, max_size=6))
-def test_sessions_that_grow_together_grow_what_they_would_alone(
+def test_sessions_in_one_batch_grow_the_trees_that_they_grow_alone(
     asked: list[tuple[list[int], float, Growth, Scheme, Guess]], steps_between: list[int]
 ) -> None:
     """Calls come in at any step of the others'."""
@@ -171,7 +173,7 @@ def test_sessions_that_grow_together_grow_what_they_would_alone(
         assert future.result(0).tree == grown_alone(call).tree
 
 
-def test_sessions_share_the_draft_steps() -> None:
+def test_sessions_share_draft_steps() -> None:
     model = FakeModel()
     engine = new_engine(model)
     for number in range(8):
@@ -181,7 +183,7 @@ def test_sessions_share_the_draft_steps() -> None:
     assert len(model.rows_run) == 4
 
 
-def test_an_error_of_one_call_is_not_that_of_the_others() -> None:
+def test_an_error_of_one_call_does_not_affect_others() -> None:
     """A model pass that fails is repeated for each session alone; a refusal does not reach the model at all."""
 
     def refuse_long_contexts(batch: Batch) -> None:
@@ -208,7 +210,7 @@ def test_an_error_of_one_call_is_not_that_of_the_others() -> None:
     assert grow_now(engine, grow_call([3, 1, 2], session_id="bad")).tree == grown_alone(grow_call([3, 1, 2])).tree
 
 
-def test_a_session_that_is_called_again_while_it_grows_grows_for_the_new_call() -> None:
+def test_a_new_call_of_a_growing_session_replaces_the_old_one() -> None:
     engine = new_engine(FakeModel())
     old = started(engine, grow_call([3, 1, 4]))
     engine.step()
@@ -220,7 +222,7 @@ def test_a_session_that_is_called_again_while_it_grows_grows_for_the_new_call() 
     assert new.result(0).tree == grown_alone(grow_call([3, 1, 4, 1])).tree
 
 
-def test_a_session_that_is_released_while_it_grows() -> None:
+def test_a_session_can_be_released_while_it_grows() -> None:
     engine = new_engine(FakeModel())
     future = started(engine, grow_call([3, 1, 4]))
     engine.step()
@@ -232,7 +234,7 @@ def test_a_session_that_is_released_while_it_grows() -> None:
         engine.release(ScopedId("s"))
 
 
-def test_a_caller_that_is_gone_costs_no_more_steps_and_nothing_that_was_found_out_is_lost() -> None:
+def test_a_cancelled_call_costs_no_more_steps_and_its_results_are_kept() -> None:
     model = FakeModel()
     engine = new_engine(model)
     gone = started(engine, grow_call([3, 1, 4]))
@@ -246,7 +248,7 @@ def test_a_caller_that_is_gone_costs_no_more_steps_and_nothing_that_was_found_ou
     assert len(model.rows_run) == 4, "the first step is not run again"
 
 
-def test_sessions_beyond_the_room_wait_for_one_that_is_done_and_idle_ones_give_way() -> None:
+def test_sessions_beyond_the_capacity_wait_and_evict_idle_ones() -> None:
     engine = new_engine(FakeModel(), num_rows=30)
     futures = [started(engine, grow_call([3, 1, n], session_id=str(n))) for n in range(5)]
     while engine.is_growing:
@@ -258,7 +260,7 @@ def test_sessions_beyond_the_room_wait_for_one_that_is_done_and_idle_ones_give_w
         grow_now(engine, grow_call([3, 1, 0, 1], 2, session_id="0"))
 
 
-def test_a_long_context_is_run_in_parts_and_a_step_at_a_time_for_the_others() -> None:
+def test_a_long_context_is_computed_in_parts_between_others_steps() -> None:
     from draft_worker.engine.session import CONTEXT_CHUNK, Window
 
     model = FakeModel()
@@ -274,7 +276,7 @@ def test_a_long_context_is_run_in_parts_and_a_step_at_a_time_for_the_others() ->
     assert future.result(0).tree.tokens[1] == np.argmax(fake_log_probs(long))
 
 
-def test_a_release_of_an_older_epoch_comes_too_late() -> None:
+def test_a_release_of_an_older_epoch_is_ignored() -> None:
     """The session has gone on at another orchestrator, whose trees would start cold."""
     engine = new_engine(FakeModel())
     grow_now(engine, replace(grow_call([1, 2, 3], session_id="s"), epoch=7))
@@ -324,7 +326,7 @@ def accepted(tokens: list[int], tree: Tree, take: int, bonus: int) -> list[int]:
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("params", PARAMS[1:], ids=("plain", "penalties"))
 @pytest.mark.parametrize("ahead_steps", [0, 12])
-def test_an_answer_asked_for_again_begins_anew(plan: TreePlan, params: SamplingParams, ahead_steps: int) -> None:
+def test_a_repeated_answer_starts_again(plan: TreePlan, params: SamplingParams, ahead_steps: int) -> None:
     """All of the prompt was held, so nothing had to be run, and what lay below the old answer was taken for its own."""
     engine = new_engine(FakeModel(), ahead_steps=ahead_steps)
     prompt = [3, 1, 4, 1, 5]
@@ -340,7 +342,7 @@ def test_an_answer_asked_for_again_begins_anew(plan: TreePlan, params: SamplingP
 
 
 @pytest.mark.parametrize("length", range(2, 9))
-def test_a_shorter_text_is_not_run_again_and_nothing_of_the_longer_is_taken_over(length: int) -> None:
+def test_a_shorter_text_is_not_computed_again_and_uses_nothing_of_the_longer_one(length: int) -> None:
     """The root is the same token as the longer text's, wherever the text is cut."""
     model = FakeModel()
     engine = new_engine(model, ahead_steps=12)
@@ -352,13 +354,13 @@ def test_a_shorter_text_is_not_run_again_and_nothing_of_the_longer_is_taken_over
     assert (result.num_warm_nodes, model.rows_run[0]) == (0, 1)
 
 
-def test_a_text_of_one_token_begins_anew() -> None:
+def test_a_text_of_one_token_starts_again() -> None:
     engine = new_engine(FakeModel())
     grow_now(engine, grow_call([3, 1, 3]))
     assert grow_now(engine, grow_call([3])).tree == grown_alone(grow_call([3])).tree
 
 
-def test_a_window_that_keeps_nothing_begins_anew() -> None:
+def test_an_empty_window_starts_again() -> None:
     """A tree as deep as the draft has positions leaves none to the text; a shallower one had been grown before."""
     window = Window(20, 5)
     engine, fresh = new_engine(FakeModel(), window=window), new_engine(FakeModel(), window=window)
@@ -391,7 +393,7 @@ plans = st.one_of(
     plans,
     st.sampled_from((*PARAMS, SamplingParams(0.0, frequency_penalty=1.0))),
 )
-def test_wherever_a_text_is_cut_the_tree_is_that_of_a_fresh_session(
+def test_a_truncated_text_grows_the_tree_of_a_new_session(
     asked: list[tuple[int, bool, int, int, int]], plan: TreePlan, params: SamplingParams
 ) -> None:
     """Also after any outcome of a round, explored ahead in part or not at all.

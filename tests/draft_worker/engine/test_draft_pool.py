@@ -21,7 +21,7 @@ from tests.fakes.draft import FakeModel, grow_call, grow_now, grown_alone, new_e
 TEXT = [n % 5 for n in range(90)]
 
 
-def test_a_beginning_that_another_session_has_run_is_not_run_again() -> None:
+def test_a_prefix_that_another_session_has_computed_is_not_computed_again() -> None:
     model = FakeModel()
     engine = new_engine(model)
     grow_now(engine, grow_call([*TEXT, 1], session_id="a"))
@@ -31,7 +31,7 @@ def test_a_beginning_that_another_session_has_run_is_not_run_again() -> None:
     assert model.rows_run[0] == 72 - 64 + 1, "what is beyond whole blocks, and the root"
 
 
-def test_a_beginning_under_another_salt_is_run_again() -> None:
+def test_a_prefix_with_another_salt_is_computed_again() -> None:
     """How long a draft takes would tell one tenant what another has asked."""
     model = FakeModel()
     engine = new_engine(model)
@@ -42,7 +42,7 @@ def test_a_beginning_under_another_salt_is_run_again() -> None:
         assert model.rows_run[0] == num_run
 
 
-def test_a_session_that_went_another_way_is_not_taken_for_what_it_was() -> None:
+def test_a_session_that_diverged_is_not_mistaken_for_its_earlier_text() -> None:
     engine = new_engine(FakeModel())
     grow_now(engine, grow_call([*TEXT, 1], session_id="a"))
     waiting = started(engine, grow_call([*TEXT[:40], *[3] * 50, 1], 40, session_id="a"))
@@ -51,7 +51,7 @@ def test_a_session_that_went_another_way_is_not_taken_for_what_it_was() -> None:
     assert waiting.result(0).tree == grown_alone(grow_call([*TEXT[:40], *[3] * 50, 1])).tree
 
 
-def test_slots_are_as_large_as_calls_need_and_grow_with_them() -> None:
+def test_slots_grow_with_the_calls_that_need_them() -> None:
     """Every slot once had room for the longest context and the most that may be explored."""
     window = Window(3000, 3000)
     engine = new_engine(FakeModel(), num_rows=window.max_rows, window=window)
@@ -77,7 +77,7 @@ steps = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 90), st.booleans(),
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(steps)
-def test_trees_are_those_grown_alone_whichever_session_is_evicted(calls: list[tuple[int, int, bool, bool]]) -> None:
+def test_trees_do_not_depend_on_which_session_is_evicted(calls: list[tuple[int, int, bool, bool]]) -> None:
     """Room for three; texts that share beginnings; growing ahead in between. Keys are tokens: a wrong row shows."""
     engine = new_engine(FakeModel(), num_rows=Window(100, 200).max_rows, ahead_steps=3)
     for who, length, is_other, releases in calls:
@@ -96,7 +96,7 @@ def test_trees_are_those_grown_alone_whichever_session_is_evicted(calls: list[tu
     assert len(engine.pool) <= 5
 
 
-def test_a_draining_draft_takes_no_new_sessions(tiny: Path) -> None:
+def test_a_draining_draft_accepts_no_new_sessions(tiny: Path) -> None:
     with worker(tiny, "--dtype", "auto") as draft:
         known = draft.grow(grow_call([3, 1, 4], session_id="known"))
         known.result(20)
@@ -110,7 +110,7 @@ def test_a_draining_draft_takes_no_new_sessions(tiny: Path) -> None:
         assert info.kv_bytes > 0
 
 
-def test_a_context_longer_than_its_memory_holds_is_seen_in_part(tiny: Path) -> None:
+def test_a_context_longer_than_the_memory_is_seen_in_part(tiny: Path) -> None:
     """As one longer than the model was made for: the target's context may be any."""
     with worker(tiny) as roomy:
         row_bytes = roomy.info().kv_bytes // roomy._engine.pool._arena.num_rows
@@ -121,7 +121,7 @@ def test_a_context_longer_than_its_memory_holds_is_seen_in_part(tiny: Path) -> N
         assert len(draft.grow(grow_call([3, 1, 4] * 30)).result(20).tree) > 1
 
 
-def test_a_device_without_room_for_the_draft_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_memory_for_the_draft_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
@@ -133,7 +133,7 @@ def test_a_device_without_room_for_the_draft_is_named(tiny: Path, monkeypatch: p
         pass
 
 
-def test_more_calls_than_may_wait_are_refused(tiny: Path) -> None:
+def test_calls_beyond_the_queue_are_refused(tiny: Path) -> None:
     with worker(tiny, "--dtype", "auto", "--max-waiting", "1") as draft:
         text = np.random.default_rng(0).integers(0, 256, 400).tolist()
         first = draft.grow(grow_call(text, session_id="a"))
@@ -142,12 +142,12 @@ def test_more_calls_than_may_wait_are_refused(tiny: Path) -> None:
         first.result(20)
 
 
-def test_rows_for_the_largest_tree_are_never_more_than_a_slot_may_have() -> None:
+def test_a_slot_always_has_rows_for_the_largest_tree() -> None:
     window = Window(100, 200)
     assert window.num_rows(1000, 10 * MAX_EXPANSIONS) == window.max_rows
 
 
-def test_a_call_that_fits_does_not_wait_for_rows_to_spare() -> None:
+def test_a_call_that_fits_does_not_wait_for_spare_rows() -> None:
     window = Window(1000, 2000)
     engine = new_engine(FakeModel(), num_rows=window.max_rows, window=window)
     for name, num_tokens in (("a", 900), ("b", 900), ("c", 100)):

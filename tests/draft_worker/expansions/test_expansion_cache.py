@@ -36,7 +36,7 @@ def paths_of(explored: ExpansionCache, wanted: PendingExpansions) -> list[tuple[
 
 
 @given(steps)
-def test_every_expansion_is_found_below_its_parent_and_no_other(steps: list[list[Place]]) -> None:
+def test_every_expansion_is_found_below_its_parent_only(steps: list[list[Place]]) -> None:
     explored, index = explored_in(steps)
     places = [(parent, token) for parent in range(-1, len(index)) for token in range(VOCAB)]
     parents, tokens = np.ascontiguousarray(np.array(places, np.int32).T)
@@ -56,13 +56,13 @@ def test_a_trees_nodes_are_found_as_far_as_they_are_explored(steps: list[list[Pl
 
 
 @given(steps, st.integers(0, 10**6))
-def test_paths_of_what_is_wanted_and_of_what_remains_below_an_expansion(steps: list[list[Place]], which: int) -> None:
+def test_paths_of_requested_and_of_remaining_nodes(steps: list[list[Place]], which: int) -> None:
     explored, index = explored_in(steps)
     assume(index)
     check_paths(explored, index, which % len(index))
 
 
-def test_paths_of_more_than_there_was_room_for() -> None:
+def test_paths_of_more_nodes_than_there_is_room_for() -> None:
     """A chain with many children of its middle, in whose middle the next root is."""
     chain = [[(number, number % VOCAB)] for number in range(3 * LEVELS)]
     middle = 1 + len(chain) // 2

@@ -52,7 +52,7 @@ def best_first(limits: BestFirst, stop_tokens: Sequence[int] = ()) -> BestFirstG
 
 
 @given(st.integers(1, 40), st.integers(1, 4))
-def test_with_width_to_spare_the_best_paths_of_all_are_found(budget: int, depth: int) -> None:
+def test_with_enough_width_the_best_paths_are_found(budget: int, depth: int) -> None:
     """Brute force over every path up to `depth`; a wide frontier leaves nothing to luck."""
     tree = grown(best_first(BestFirst(budget, width=10_000, depth=depth)))
     scores = [0.0]
@@ -65,7 +65,7 @@ def test_with_width_to_spare_the_best_paths_of_all_are_found(budget: int, depth:
 
 
 @given(st.integers(2, 40), st.integers(1, 5), st.integers(1, 5), st.floats(0.01, 1.5))
-def test_no_step_is_made_that_is_not_worth_its_price(budget: int, width: int, depth: int, min_gain: float) -> None:
+def test_no_step_costs_more_than_it_gains(budget: int, width: int, depth: int, min_gain: float) -> None:
     """A step is worth all that it could add."""
     grower = best_first(BestFirst(budget, width, depth, min_gain=min_gain))
 
@@ -100,7 +100,7 @@ def test_limits_hold_and_siblings_are_best_first(budget: int, width: int, depth:
         assert log_probs == sorted(log_probs, reverse=True)
 
 
-def test_no_step_expands_more_nodes_than_there_was_to_be_room_for() -> None:
+def test_no_step_expands_more_nodes_than_reserved() -> None:
     """Equals at the last place of a tree are all good enough; a session's rows are counted by `max_expansions`."""
     limits = BestFirst(budget=2, width=64, depth=2)
     grower = BestFirstGrower(7, limits, max_children=6, stop_tokens=np.zeros(0, np.int32))
@@ -113,7 +113,7 @@ def test_no_step_expands_more_nodes_than_there_was_to_be_room_for() -> None:
     assert len(grower.finished()) == 2
 
 
-def test_growth_ends_when_the_tree_is_full_and_nothing_better_can_come() -> None:
+def test_growth_ends_when_the_tree_is_full_and_cannot_improve() -> None:
     """SpecExec's third stop rule: with one certain path the depth limit is not what ends growth."""
     widths: list[int] = []
     grown(best_first(BestFirst(budget=3, width=1, depth=30)), lambda frontier: widths.append(len(frontier)))
@@ -132,7 +132,7 @@ def shaped(growth: Growth, scheme: Scheme, seed: int = 1, stops: Sequence[int] =
 
 
 @given(shapes, st.sampled_from(Scheme))
-def test_a_shape_is_filled_a_level_per_step(shape: StaticShape, scheme: Scheme) -> None:
+def test_a_shape_is_filled_one_level_per_step(shape: StaticShape, scheme: Scheme) -> None:
     """Where the vocabulary is large enough for it, the tree is the shape, whatever fills it."""
     widths: list[int] = []
     tree = grown(shaped(shape, scheme), lambda frontier: widths.append(len(frontier)))
@@ -148,7 +148,7 @@ def test_a_shape_is_filled_a_level_per_step(shape: StaticShape, scheme: Scheme) 
         assert tree.draft_probs.nodes.tolist() == sorted(set(tree.parents[1:].tolist()))
 
 
-def test_a_shape_filled_with_the_best_holds_the_best_in_their_order() -> None:
+def test_a_shape_holds_the_best_candidates_in_order() -> None:
     tree = grown(shaped(StaticShape((0, 0, 0, 1, 1)), Scheme.TARGET))
     best = np.argsort(-fake_log_probs([ROOT]))[:3]
     assert tree.tokens[1:4].tolist() == best.tolist()
@@ -156,7 +156,7 @@ def test_a_shape_filled_with_the_best_holds_the_best_in_their_order() -> None:
     assert tree.tokens[4:].tolist() == np.argsort(-fake_log_probs([ROOT, best[0]]))[:2].tolist()
 
 
-def test_a_chain_is_what_the_draft_would_decode_and_chains_part_at_the_root() -> None:
+def test_a_chain_follows_the_drafts_decoding_and_chains_diverge_at_the_root() -> None:
     tree = grown(shaped(StaticShape.chains(1, 4), Scheme.TARGET))
     path = [ROOT]
     for _ in range(4):
@@ -166,7 +166,7 @@ def test_a_chain_is_what_the_draft_would_decode_and_chains_part_at_the_root() ->
 
 
 @pytest.mark.parametrize("scheme", SAMPLED)
-def test_samples_are_repeatable_and_differ_from_round_to_round(scheme: Scheme) -> None:
+def test_samples_are_repeatable_and_differ_between_rounds(scheme: Scheme) -> None:
     trees = [grown(shaped(StaticShape.chains(3, 3), scheme, seed)) for seed in (1, 1, *range(2, 12))]
     assert trees[0] == trees[1]
     assert len({tuple(tree.tokens.tolist()) for tree in trees}) > 5
@@ -178,7 +178,7 @@ def test_samples_are_repeatable_and_differ_from_round_to_round(scheme: Scheme) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SAMPLED)
-def test_the_first_sample_follows_the_distribution_that_is_sent_along(scheme: Scheme) -> None:
+def test_the_first_sample_follows_the_sent_distribution(scheme: Scheme) -> None:
     """Chi-square over 4,000 trees against `draft_probs`: 5 degrees of freedom stay below 40 but for 1.5e-7."""
     firsts = Counter[int]()
     for seed in range(4000):
@@ -200,7 +200,7 @@ def test_no_shape_grows_below_the_end_of_the_text(growth: Growth, scheme: Scheme
         assert all(int(tree.tokens[parent]) not in (1, 2, 3) for parent in tree.parents[1:])
 
 
-def test_a_scheme_that_wants_samples_refuses_best_first() -> None:
+def test_a_scheme_that_needs_samples_refuses_best_first() -> None:
     for scheme in SAMPLED:
         with pytest.raises(
             InvalidRequest, match=f"growth: must be a shape for scheme {scheme.value}, .* got best_first"

@@ -115,9 +115,7 @@ def inside(tree: Tree, take: int) -> int:
 
 
 @pytest.mark.parametrize(("plan", "ahead_steps"), [(WIDE, 0), (WIDE, 9), (DEEP, 0), (SHAPE, 9)])
-def test_guesses_are_those_of_plain_decoding_round_after_round(
-    model: ResidentModel, plan: TreePlan, ahead_steps: int
-) -> None:
+def test_guesses_equal_plain_decoding_in_every_round(model: ResidentModel, plan: TreePlan, ahead_steps: int) -> None:
     """Paths that end within the tree, at a leaf or at once; among them two that need no step in between."""
     engine, tokens, held = engine_of(model, ahead_steps=ahead_steps), PROMPT[:9], 0
     for take, is_inside in ((1, False), (0, True), (1, True), (0, False)):
@@ -130,7 +128,7 @@ def test_guesses_are_those_of_plain_decoding_round_after_round(
     check(model, tokens, grow_now(engine, grow_call(tokens, held, plan=plan)).tree)
 
 
-def test_paths_accepted_in_rounds_without_a_step_go_into_the_states(model: ResidentModel) -> None:
+def test_accepted_paths_of_rounds_without_a_step_enter_the_states(model: ResidentModel) -> None:
     """A narrower tree needs only nodes that are known: the states are then two accepted paths behind."""
     engine, narrow = engine_of(model), TreePlan(BestFirst(3, 1, 2))
     tree, tokens = grow_now(engine, grow_call(PROMPT[:9], plan=DEEP)).tree, PROMPT[:9]
@@ -145,7 +143,7 @@ def test_paths_accepted_in_rounds_without_a_step_go_into_the_states(model: Resid
     check(model, tokens, grow_now(engine, grow_call(tokens, held, plan=WIDE)).tree)
 
 
-def test_a_tree_begins_anew_where_known_nodes_leave_it_no_rows(model: ResidentModel) -> None:
+def test_a_tree_starts_again_if_known_nodes_leave_it_no_rows(model: ResidentModel) -> None:
     engine, tokens, chains = engine_of(model, window=Window(300, 600, 24)), PROMPT[:9], StaticShape.chains(3, 8)
     num_known = []
     for plan in (WIDE, TreePlan(chains)):
@@ -157,7 +155,7 @@ def test_a_tree_begins_anew_where_known_nodes_leave_it_no_rows(model: ResidentMo
     check(model, tokens, grow_now(engine, grow_call(tokens, plan=WIDE)).tree)
 
 
-def test_sessions_that_grow_in_one_batch_keep_their_states_apart(model: ResidentModel) -> None:
+def test_sessions_in_one_batch_have_separate_states(model: ResidentModel) -> None:
     engine = engine_of(model)
     texts = {"a": PROMPT[:5], "b": PROMPT[3:40], "c": [9] * 12}
     plans, held = dict(zip(texts, (WIDE, DEEP, SHAPE), strict=True)), dict.fromkeys(texts, 0)
@@ -186,7 +184,7 @@ def rows_run(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch, tokens: list[
     return counts[0]
 
 
-def test_a_text_that_goes_back_continues_from_a_snapshot(model: ResidentModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shortened_text_continues_from_a_snapshot(model: ResidentModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(model)
     tokens = [*PROMPT, 1]
     tree = grow_now(engine, grow_call(tokens)).tree
@@ -196,7 +194,7 @@ def test_a_text_that_goes_back_continues_from_a_snapshot(model: ResidentModel, m
     assert rows_run(engine, monkeypatch, [*PROMPT[:20], 2, 3], 20, "s") == 1 + 21
 
 
-def test_a_prefix_is_copied_where_another_session_has_its_states(
+def test_a_prefix_is_copied_if_another_session_has_its_states(
     model: ResidentModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second session with a beginning leaves the states from which the third goes on."""
@@ -207,7 +205,7 @@ def test_a_prefix_is_copied_where_another_session_has_its_states(
     assert rows_run(engine, monkeypatch, [*PROMPT, 7], 0, "b") == 71 - 64
 
 
-def test_a_session_without_room_for_its_states_gives_way_and_is_rebuilt(model: ResidentModel) -> None:
+def test_a_session_without_room_for_its_states_is_evicted_and_rebuilt(model: ResidentModel) -> None:
     engine, tokens = engine_of(model, most_slots=2), [*PROMPT, 1]
     for name in ("a", "b", "c", "a"):
         check(model, tokens, grow_now(engine, grow_call(tokens, session_id=name)).tree)
@@ -222,7 +220,7 @@ def test_a_session_without_room_for_its_states_gives_way_and_is_rebuilt(model: R
         check(model, [3, n], future.result(0).tree)
 
 
-def test_a_session_that_gave_way_keeps_no_states_while_others_grow_and_it_has_yet_to_go_ahead(
+def test_an_evicted_session_has_no_states_while_others_grow(
     model: ResidentModel,
 ) -> None:
     engine = engine_of(model, most_slots=1, ahead_steps=9)
@@ -238,7 +236,7 @@ def test_a_session_that_gave_way_keeps_no_states_while_others_grow_and_it_has_ye
         engine.step()
 
 
-def test_a_text_longer_than_the_draft_sees_begins_anew(model: ResidentModel) -> None:
+def test_a_text_longer_than_the_drafts_window_starts_again(model: ResidentModel) -> None:
     engine, tokens = engine_of(model, window=Window(40, 600, GROWN_ROWS)), PROMPT[:38]
     for _ in range(3):
         tree = grow_now(engine, grow_call(tokens)).tree
@@ -247,7 +245,7 @@ def test_a_text_longer_than_the_draft_sees_begins_anew(model: ResidentModel) -> 
 
 
 @pytest.mark.parametrize(("num_steps_before", "num_calls"), [(0, 0), (0, 1), (1, 0), (2, 1)])
-def test_after_a_step_that_failed_midway_a_session_goes_on(
+def test_a_session_continues_after_a_failed_step(
     model: ResidentModel, monkeypatch: pytest.MonkeyPatch, num_steps_before: int, num_calls: int
 ) -> None:
     """At its text, at accepted paths or below; beside it another grows, which the failure does not concern."""
@@ -285,9 +283,7 @@ def grown(draft: DraftWorker, tokens: list[int]) -> GrowResult:
     return draft.grow(grow_call(tokens, plan=TreePlan(StaticShape.chains(1, 6)))).result(20)
 
 
-def test_a_draft_worker_counts_states_and_guesses_what_the_model_goes_on_with(
-    hybrid: Path, model: ResidentModel
-) -> None:
+def test_a_draft_worker_counts_states_and_guesses_the_models_continuation(hybrid: Path, model: ResidentModel) -> None:
     """As its own target, greedy: all guesses are accepted."""
     shape = model.skeleton.kv_shape()
     assert shape.states is not None
@@ -318,9 +314,7 @@ def test_memory_for_no_session_is_refused(hybrid: Path, model: ResidentModel) ->
         DraftWorker(config, "test")
 
 
-def test_sizes_of_states_are_read_where_layers_are_not_listed_and_asked_for_where_they_lack(
-    hybrid: Path, tmp_path: Path
-) -> None:
+def test_state_sizes_are_read_without_a_list_of_layers_and_required_if_missing(hybrid: Path, tmp_path: Path) -> None:
     """Without a list every n-th layer has attention, by default every fourth, as transformers has it."""
     fields = json.loads((hybrid / "config.json").read_text())
     assert fields.pop("layer_types").index("full_attention") == 2

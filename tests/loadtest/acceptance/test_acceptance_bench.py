@@ -7,14 +7,14 @@ import pytest
 from loadtest.acceptance.__main__ import arguments_from, contestants_at, tokens_per_round
 
 
-def test_the_line_of_figures_holds_means_and_half_widths() -> None:
+def test_the_output_line_has_means_and_half_widths() -> None:
     cells = [(0.6, "one", 8, 3.5, 0.25), (0.6, "one", 16, 4.0, 0.5), (1.0, "another", 8, 2.0, 0.125)]
     keys = ("temperature", "contestant", "nodes", "tokens_per_round", "interval")
     figures = tokens_per_round([dict(zip(keys, cell, strict=True)) for cell in cells])
     assert figures == {"0.6": {"one": {"8": [3.5, 0.25], "16": [4.0, 0.5]}}, "1.0": {"another": {"8": [2.0, 0.125]}}}
 
 
-def test_contestants_run_alone_by_a_part_of_their_names() -> None:
+def test_contestants_are_selected_by_parts_of_their_names() -> None:
     def names(*flags: str) -> list[list[str]]:
         arguments = arguments_from(flags)
         return [[*contestants_at(temperature, arguments.contestants)] for temperature in arguments.temperatures]
@@ -25,7 +25,7 @@ def test_contestants_run_alone_by_a_part_of_their_names() -> None:
     assert alone == [["greedy k chains"], ["Sequoia: without replacement, optimal shape"]]
 
 
-def test_contestants_that_nobody_is_are_refused_and_the_others_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_contestants_are_refused_with_the_list_of_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments_from(["--contestants", "Sequoia", "Medusa"])
     error = capsys.readouterr().err

@@ -44,7 +44,7 @@ def runs() -> list[RunRecord]:
 
 
 @pytest.mark.long
-def test_rounds_on_the_papers_hardware_take_what_they_took() -> None:
+def test_rounds_on_the_papers_hardware_take_the_published_time() -> None:
     found = papers()
     assert found["worst_round_error"] < 0.07
     assert 0.15 < found["worst_vector_error"] < 0.35, "the vector is of other texts than the tables, and docs say so"
@@ -52,7 +52,7 @@ def test_rounds_on_the_papers_hardware_take_what_they_took() -> None:
     assert len(found["lines"]) == 9
 
 
-def test_a_fit_gives_back_what_sessions_were_made_of() -> None:
+def test_a_fit_recovers_the_parameters_of_sessions() -> None:
     fitted = fit(runs(), load_profile("two-cores"))
     assert fitted.size == SIZE
     assert fitted.profile.target.link_seconds == pytest.approx(LINK)
@@ -68,7 +68,7 @@ def test_a_fit_gives_back_what_sessions_were_made_of() -> None:
         assert (kind.prompt_tokens, kind.output_tokens) == (30, ANSWER)
 
 
-def test_predictions_of_one_session_are_what_was_measured_of_it() -> None:
+def test_predictions_for_one_session_equal_its_measurements() -> None:
     found = compare(runs(), fit(runs(), load_profile("two-cores")), gather=1.0, is_sized=False)
     # Some 260 rounds of 4 tokens, which deviate by about 2: standard error 3 %, and ends of answers that are cut off.
     assert abs(found["1"]["throughput_error"]) < 0.15
@@ -85,7 +85,7 @@ def test_a_law_is_found_that_brings_so_many_tokens() -> None:
         assert model.rows[0][0] >= model.rows[0][1]
 
 
-def test_files_that_are_something_else_are_refused(tmp_path: Path) -> None:
+def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "rounds.json"
     for content in ("", "[]", '{"runs": [{"num_sessions": 1}]}'):
         file.write_text(content)

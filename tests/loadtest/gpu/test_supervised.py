@@ -58,7 +58,7 @@ def is_running(pid: int) -> bool:
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
-def test_what_fails_costs_nobody_else(
+def test_a_failed_part_does_not_affect_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
@@ -86,13 +86,13 @@ def test_what_fails_costs_nobody_else(
     assert not is_running(child), "what a part has started ends with it"
 
 
-def test_a_process_that_does_not_start_is_told_of_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_start_fails_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     found, failed = run(["unready", "a"], 600)
     assert failed["unready"].endswith("ImportError: no torch")
     assert list(found) == ["a"]
 
 
-def test_parts_for_which_no_time_is_left_are_named() -> None:
+def test_parts_without_remaining_time_are_named() -> None:
     found, failed = run(["a", "b"], 0.0)
     assert (found, failed) == ({}, dict.fromkeys("ab", "not started: no time was left"))

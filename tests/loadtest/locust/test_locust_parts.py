@@ -53,14 +53,14 @@ def test_an_answer_of_one_event_has_no_time_per_token() -> None:
     assert arrivals.token_seconds == 0.0
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
+def test_percentiles_are_measured_values() -> None:
     values = [float(value) for value in range(1, 101)]
     assert [percentile(values, share) for share in (50, 95, 99, 100)] == [50.0, 95.0, 99.0, 100.0]
     assert percentile([7.0], 1) == 7.0
     assert percentile([], 50) == 0.0
 
 
-def test_goodput_counts_what_finished_in_time_only() -> None:
+def test_goodput_only_counts_requests_that_finished_in_time() -> None:
     samples = [
         Sample("grpc", 0.0, 2.0, first_token_seconds=0.5, token_seconds=0.1, num_tokens=10),
         Sample("grpc", 0.0, 9.0, first_token_seconds=8.0, token_seconds=0.1, num_tokens=10),
@@ -76,18 +76,18 @@ def test_goodput_counts_what_finished_in_time_only() -> None:
     json.dumps(figures)
 
 
-def test_a_rate_is_over_the_time_in_which_requests_ran() -> None:
+def test_a_rate_covers_the_time_in_which_requests_ran() -> None:
     """Locust takes seconds to start and to end; tokens per second over those too would be too few."""
     assert span_seconds([Sample("grpc", 5.0, 2.0), Sample("grpc", 6.0, 4.0)]) == 5.0
     assert span_seconds([]) == 1.0
 
 
-def test_an_offered_rate_is_what_was_sent() -> None:
+def test_an_offered_rate_counts_sent_requests() -> None:
     assert offered_rate([Sample("grpc", begin, 9.0) for begin in (1.0, 1.5, 2.0, 2.5, 3.0)]) == 2.0
     assert offered_rate([Sample("grpc", 1.0, 9.0)]) == offered_rate([]) == 0.0
 
 
-def test_answers_that_came_at_once_make_no_token_faster() -> None:
+def test_answers_of_one_event_do_not_make_tokens_faster() -> None:
     """Half of such answers made the median time of a token 0."""
     at_once = Sample("grpc", 0.0, 1.0, first_token_seconds=1.0, num_tokens=3)
     slow = Sample("grpc", 0.0, 9.0, first_token_seconds=1.0, token_seconds=0.5, longest_gap_seconds=2.0, num_tokens=17)
@@ -97,12 +97,12 @@ def test_answers_that_came_at_once_make_no_token_faster() -> None:
 
 
 @pytest.mark.parametrize(("share", "holders"), [(0.0, []), (0.25, [3, 7]), (0.5, [1, 3, 5, 7]), (1.0, [*range(8)])])
-def test_the_share_of_users_who_hold_conversations_is_that_of_few_users_too(share: float, holders: list[int]) -> None:
+def test_few_users_have_the_same_share_of_conversations(share: float, holders: list[int]) -> None:
     """With a share of 0.25 the first 25 users held them, which were all of eight."""
     assert [number for number in range(8) if holds_conversations(number, share)] == holders
 
 
-def test_samples_survive_their_file_but_for_a_line_that_was_cut(tmp_path: Path) -> None:
+def test_samples_survive_their_file_except_for_a_truncated_line(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     sample = Sample("http", 1.0, 2.0, num_tokens=3, error='a "quoted" word')
     with path.open("w") as file:
@@ -112,7 +112,7 @@ def test_samples_survive_their_file_but_for_a_line_that_was_cut(tmp_path: Path) 
     assert read_samples(tmp_path / "none") == []
 
 
-def test_equal_seeds_ask_equal_questions_of_the_lengths_that_are_asked_for() -> None:
+def test_equal_seeds_give_equal_questions_of_the_requested_lengths() -> None:
     kinds = parse_kinds("40:16:1,400:8:1")
     one, other = Mix(kinds, TEXTS, seed=3), Mix(kinds, TEXTS, seed=3)
     questions = [one.question() for _ in range(50)]
@@ -124,12 +124,12 @@ def test_equal_seeds_ask_equal_questions_of_the_lengths_that_are_asked_for() -> 
 
 
 @pytest.mark.parametrize("text", ["", "1:2", "a:2:3", "0:1:1", "1:1:-1", "1:1:inf", "1:1:nan"])
-def test_a_mix_that_is_none_is_refused_with_its_part(text: str) -> None:
+def test_an_invalid_mix_is_refused_with_its_part(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="must be"):
         parse_kinds(text)
 
 
-def test_a_plan_reaches_the_other_process_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_sent_completely_to_the_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(("grpc", "http"), "a:1", "http://a:2", (Kind(1, 2, 3.0),), 0.5, 2, 1.0, 0.0, 9.0, "x", 7)
     for name, value in plan.to_environment().items():
         monkeypatch.setenv(name, value)
@@ -157,7 +157,7 @@ def test_users_climb_until_the_first_token_takes_three_times_as_long() -> None:
     assert climb.steps == [(2, 1.0), (4, 2.0), (6, 3.5)]
 
 
-def test_a_refusal_ends_the_climb_and_a_step_without_answers_goes_on() -> None:
+def test_a_refusal_ends_the_climb_and_a_step_without_answers_does_not() -> None:
     climb = Climb(step_users=1, step_seconds=1.0, max_users=100, bend=math.inf)
     climb.users_at(0.0, [])
     assert climb.users_at(5.0, finished(2, 1.0, users=1)) == 1
@@ -165,14 +165,14 @@ def test_a_refusal_ends_the_climb_and_a_step_without_answers_goes_on() -> None:
     assert climb.bent_at == 1
 
 
-def test_a_climb_ends_with_as_many_users_as_it_may_have() -> None:
+def test_a_climb_ends_at_its_maximum_of_users() -> None:
     climb = Climb(step_users=3, step_seconds=1.0, max_users=3, bend=9.0)
     climb.users_at(0.0, [])
     assert climb.users_at(1.0, finished(5, 1.0, users=3)) is None
     assert climb.bent_at == 0
 
 
-def test_a_climb_begins_with_no_more_users_than_it_may_have_and_ends_in_time() -> None:
+def test_a_climb_starts_within_its_maximum_of_users_and_ends_in_time() -> None:
     """It was killed with all that it had measured."""
     climb = Climb(step_users=8, step_seconds=1.0, max_users=3, bend=9.0, most_seconds=60.0)
     assert climb.users_at(0.0, []) == 3
@@ -181,7 +181,7 @@ def test_a_climb_begins_with_no_more_users_than_it_may_have_and_ends_in_time() -
     assert climb.bent_at == 0
 
 
-def test_what_a_climb_has_found_is_told(tmp_path: Path) -> None:
+def test_the_result_of_a_climb_is_reported(tmp_path: Path) -> None:
     plan = Plan(("grpc",), "", "", (), 0.0, 1, 0.0, 0.0, 9.0, str(tmp_path / "samples.jsonl"), 7)
     assert plan.read_bent_at() == 0
     plan.write_bent_at(12)
@@ -210,7 +210,7 @@ def test_what_a_climb_has_found_is_told(tmp_path: Path) -> None:
         (["--address", "127.0.0.1:1"], "--http: missing; must be given with --address"),
     ],
 )
-def test_a_load_that_is_none_is_refused_by_its_flag(
+def test_an_invalid_load_is_refused_by_its_flag(
     flags: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A negative rate was as many requests as the machine could send; no seconds were a test without end."""
@@ -221,16 +221,14 @@ def test_a_load_that_is_none_is_refused_by_its_flag(
     assert f"error: {text}" in capsys.readouterr().err
 
 
-def test_a_profile_that_is_none_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_profile_gives_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["loadtest.locust", "--simulate", "rtx9999"])
     assert main() == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
 @pytest.mark.parametrize(("finished", "failed", "status"), [(3, 0, 0), (3, 1, 1), (0, 0, 1)])
-def test_a_load_whose_requests_fail_fails_the_command(
+def test_a_load_with_failed_requests_fails_the_command(
     finished: int, failed: int, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its status was 0 where every request had failed."""
@@ -241,7 +239,7 @@ def test_a_load_whose_requests_fail_fails_the_command(
     assert main() == status
 
 
-def test_users_climb_as_far_as_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_climb_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """To eight where nobody said how far: two steps, after which no latency has bent."""
     monkeypatch.setattr(sys, "argv", ["loadtest.locust", "--step-users", "4"])
     assert read_arguments().users == MOST_USERS
@@ -271,7 +269,7 @@ class KeptAlive(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
-def test_a_request_over_http_fails_after_the_time_that_one_over_grpc_has() -> None:
+def test_requests_have_the_same_time_limit_over_http_and_grpc() -> None:
     """Keep-alives gave it more, and what gRPC counted as failed was an answer over HTTP."""
     doors = pytest.importorskip("loadtest.locust.doors", reason="extra `loadtest`")
     with ThreadingHTTPServer(("127.0.0.1", 0), KeptAlive) as server:

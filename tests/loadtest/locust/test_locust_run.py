@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.cluster
 @pytest.mark.skipif(importlib.util.find_spec("locust") is None, reason="importing it here would patch ssl and threads")
-def test_users_are_answered_through_both_doors(tmp_path: Path) -> None:
+def test_users_are_answered_over_both_apis(tmp_path: Path) -> None:
     flags = ("--users", "4", "--seconds", "5", "--mix", "20:16:1", "--html", str(tmp_path / "report.html"))
     command = [line for line in (ROOT / "Makefile").read_text().splitlines() if "-m loadtest.locust" in line]
     _, *arguments = command[0].split()
