@@ -62,6 +62,22 @@ def parse_shares(text: str) -> tuple[tuple[str, int], ...]:
     return tuple(shares)
 
 
+def parse_stages(text: str) -> tuple[tuple[str, int], ...]:
+    """Names of machines and bytes of each from "first:24GB,second:24GB"; at least two, the head first."""
+    stages = []
+    for part in text.split(","):
+        name, _, size = part.strip().rpartition(":")
+        try:
+            stages.append((name, parse_bytes(size)))
+        except ValueError:
+            name = ""
+        if not name:
+            raise ValueError("must be machines and the memory to use of each, such as first:24GB,second:24GB")
+    if len({name for name, _ in stages}) < max(2, len(stages)):
+        raise ValueError("must name two machines or more, each once; the first is the head")
+    return tuple(stages)
+
+
 def parse_endpoint(text: str) -> str:
     """The URL of a gRPC server with scheme, host and port only; empty text is none."""
     try:

@@ -8,7 +8,7 @@ and the longest time that one member's link needs.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -17,6 +17,9 @@ from bough.sizing.placement import default_ring, gigabytes, least_and_ring
 
 ALIKE = 0.05  # share by which sweep times may differ and still count as equal, as measured speeds vary
 NANO = 1_000_000_000
+# Weights of streamed bytes, as powers of two: bytes decide only between equal compute times, a byte counts as much as a
+# nanosecond, or compute time decides only between equal bytes. Both sums are below 2**50.
+TIES_ONLY, EVEN, BYTES_FIRST = 0, 50, 100
 
 
 class StageRoom(NamedTuple):
@@ -45,13 +48,13 @@ def split_layers(
 ) -> list[range]:
     """Consecutive layers for each member, at least one, so that a sweep takes the least time.
 
-    Sweep times within ALIKE of the fastest count as equal. Among those splits, the fewest streamed bytes decide; if
-    the split with the fewest bytes of all is slower than that, the least compute time decides before bytes. Last comes
+    Sweep times within ALIKE of the fastest count as equal. Among those splits, few streamed bytes come first, then
     balance: the slowest member computes for as short a time as possible, which is what limits two sweeps in flight.
 
-    Method: a run is a range of layers on one member. Dynamic programming over members and their last layers finds the
-    split with the least sum of a cost, among runs within a limit. A first search over limits on link time finds the
-    fastest sweep. A second search over limits on a member's compute time finds the balance.
+    Method: a run is a range of layers on one member, whose cost is its compute time and its weighted streamed bytes.
+    Dynamic programming over members and their last layers finds the split of the least cost, among runs within limits.
+    Three searches use it: for the limit on link times of the fastest sweep, for the largest weight of bytes that is
+    not slower than ALIKE, and for the least limit on the compute time of a member.
 
     Raises:
         ConfigError: there are more members than layers, or they have too little memory; names --stages.
@@ -82,7 +85,7 @@ def sweep_seconds(
     """Predicted seconds of a sweep; each member must be able to hold or stream its layers."""
     compute = sum(len(layers) * each for layers, each in zip(split, _layer_seconds(rooms), strict=True))
     loads = [stage_load(layer_bytes, kv_bytes, layers, room) for layers, room in zip(split, rooms, strict=True)]
-    links = [_link_seconds(load, room) for load, room in zip(loads, rooms, strict=True) if load is not None]
+    links = [link_seconds(load, room) for load, room in zip(loads, rooms, strict=True) if load is not None]
     assert len(links) == len(rooms), "a member can neither hold nor stream its layers"
     return max(compute + _hops(rooms, hop_seconds), *links)
 
@@ -116,17 +119,6 @@ class _Run(NamedTuple):
     share: int  # compute, or the number of layers if no speed is known
 
 
-Cost = tuple[int, int]  # sums over runs, in order of importance
-
-
-def _bytes_first(run: _Run) -> Cost:
-    return run.streamed_bytes, run.compute
-
-
-def _compute_first(run: _Run) -> Cost:
-    return run.compute, run.streamed_bytes
-
-
 class _Search:
     """Finds the best split among the runs that each member can have."""
 
@@ -140,7 +132,7 @@ class _Search:
         """
 
         def compute(limit: int) -> float:
-            found = self._cheapest(_compute_first, limit)
+            found = self._cheapest(TIES_ONLY, limit)
             return inf if found is None else _compute(found) + hops
 
         limits = sorted({run.link for own in self._runs for run in own})
@@ -150,35 +142,31 @@ class _Search:
     def best(self, limit: int, hops: int) -> Sequence[_Run]:
         """The split to use among those whose sweeps take at most `limit` nanoseconds; there must be one."""
 
-        def within(cost: Callable[[_Run], Cost], share: float, most_bytes: float) -> Sequence[_Run] | None:
-            found = self._cheapest(cost, limit, share)
-            if found is None or _compute(found) + hops > limit or _streamed(found) > most_bytes:
-                return None
-            return found
+        def within(weight: int, share: float = inf, most_bytes: float = inf) -> Sequence[_Run]:
+            found = self._cheapest(weight, limit, share) or ()
+            return found if _compute(found) + hops <= limit and _streamed(found) <= most_bytes else ()
 
-        cost = _bytes_first if within(_bytes_first, inf, inf) else _compute_first
-        found = within(cost, inf, inf)
-        assert found is not None, "no split is as fast as the fastest"
-        streamed = _streamed(found)
+        weight = bisect_left(range(1, BYTES_FIRST + 1), True, key=lambda weight: not within(weight))
+        streamed = _streamed(within(weight))
         shares = sorted({run.share for own in self._runs for run in own})
-        least = bisect_left(shares, True, key=lambda share: within(cost, share, streamed) is not None)
-        return within(cost, shares[least], streamed) or found
+        least = bisect_left(shares, True, key=lambda share: bool(within(weight, share, streamed)))
+        return within(weight, shares[least], streamed)
 
-    def _cheapest(
-        self, cost: Callable[[_Run], Cost], most_link: float, most_share: float = inf
-    ) -> tuple[_Run, ...] | None:
-        """The split of the least total cost from runs within both limits; None if there is none."""
-        best: dict[int, tuple[Cost, tuple[_Run, ...]]] = {0: ((0, 0), ())}  # by the number of layers before
+    def _cheapest(self, weight: int, most_link: float, most_share: float = inf) -> tuple[_Run, ...] | None:
+        """The split of the least total cost from runs within both limits; None if there is none.
+
+        From `weight` to the next, streamed bytes cost twice as much compared with compute time.
+        """
+        best: dict[int, tuple[int, tuple[_Run, ...]]] = {0: (0, ())}  # by the number of layers before
         for own in self._runs:
-            after: dict[int, tuple[Cost, tuple[_Run, ...]]] = {}
+            after: dict[int, tuple[int, tuple[_Run, ...]]] = {}
             for run in own:
                 if run.first not in best or run.link > most_link or run.share > most_share:
                     continue
-                (first, second), before = best[run.first]
-                added_first, added_second = cost(run)
-                total = first + added_first, second + added_second
-                if run.end not in after or total < after[run.end][0]:
-                    after[run.end] = total, (*before, run)
+                cost, before = best[run.first]
+                cost += (run.compute << EVEN) + (run.streamed_bytes << weight)
+                if run.end not in after or cost < after[run.end][0]:
+                    after[run.end] = cost, (*before, run)
             best = after
         found = best.get(self._num_layers)
         return None if found is None else found[1]
@@ -204,7 +192,7 @@ def _runs_of(
     for layers in possible:
         load = stage_load(layer_bytes, kv_bytes, layers, room)
         if load is not None:
-            link = round(_link_seconds(load, room) * NANO)
+            link = round(link_seconds(load, room) * NANO)
             compute = round(len(layers) * layer_seconds * NANO)
             yield _Run(layers.start, layers.stop, load.streamed_bytes, link, compute, compute or len(layers))
 
@@ -217,7 +205,7 @@ def _streamed(split: Sequence[_Run]) -> int:
     return sum(run.streamed_bytes for run in split)
 
 
-def _link_seconds(load: StageLoad, room: StageRoom) -> float:
+def link_seconds(load: StageLoad, room: StageRoom) -> float:
     return load.streamed_bytes / room.link_bytes_per_second if load.streamed_bytes else 0.0
 
 
@@ -254,14 +242,15 @@ def _too_small(
 
     least, layers = min((needed(layers), len(layers)) for layers in possible)
     return ConfigError(
-        f"--stages: {room.name} must have at least {gigabytes(least)} for {layers} of the model's layers and their KV, "
-        f"got {gigabytes(room.memory_bytes)}"
+        f"--stages: {room.name} must have at least {gigabytes(least)} for {layers} of the model's layers and their KV "
+        f"after embeddings and buffers, got {gigabytes(max(0, room.memory_bytes))}"
     )
 
 
 def _too_small_together(layer_bytes: Sequence[int], kv_bytes: Sequence[int], rooms: Sequence[StageRoom]) -> ConfigError:
     given = ", ".join(
-        f"{room.name} with {gigabytes(room.memory_bytes)}{'' if room.link_bytes_per_second else ' that cannot stream'}"
+        f"{room.name} with {gigabytes(max(0, room.memory_bytes))}"
+        + ("" if room.link_bytes_per_second else " that cannot stream")
         for room in rooms
     )
     return ConfigError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from bough.cli.flags.reaching import add_address
 from bough.cli.flags.requests import MOST_NODES
 from bough.config.flag_parser import checked
-from bough.config.parsers import DRAFT_BITS, number, one_of, parse_amount
+from bough.config.parsers import DRAFT_BITS, number, one_of, parse_amount, parse_stages
 from bough.config.processes import TargetConfig
 from bough.config.reader import setting
 from bough.trees.tree_plan import Scheme
@@ -50,6 +50,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     texts = {setting.name: setting.metadata["help"] for setting in fields(PlanConfig)}
     for name in PLAN_SETTINGS:
         parser.add_argument("--" + name.replace("_", "-"), help=texts[name])
+    stages = "instead of --device-memory: machines that share the layers, the head first; all have the same speeds"
+    parser.add_argument("--stages", type=checked(parse_stages), metavar="HOST:MEMORY,...", help=stages)
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of tables")
 
 

@@ -13,9 +13,10 @@ from typing import Any
 from bough.cli.flags.planning import PLAN_SETTINGS, PlanConfig
 from bough.cli.planning.demonstration import STREAMED, is_demonstration, placement_flags
 from bough.cli.planning.plan_model import Plan, make_plan
+from bough.cli.planning.plan_stages import NETWORK, NETWORK_SECONDS, StagePlan, make_stage_plan
 from bough.config.processes import parse
 from bough.errors import ConfigError
-from bough.sizing.cost_model import MemoryPurchase, Speed, SweepModel
+from bough.sizing.cost_model import MemoryPurchase, Rate, Speed, SweepModel
 from bough.sizing.placement import Tier, gigabytes
 
 TREE_SIZES = (1, 16, 64, 128, 256, 512, 1024)
@@ -37,11 +38,23 @@ SPEED_NAMES = {
 
 async def plan(arguments: argparse.Namespace) -> int:
     """Print a plan as tables and a plot, or as one JSON line."""
+    if arguments.stages:
+        return _plan_stages(settings_from(arguments), arguments)
     result = make_plan(settings_from(arguments))
     if arguments.json:
         print(json.dumps(as_json(result)))
     else:
         print_report(result)
+    return 0
+
+
+def _plan_stages(settings: PlanConfig, arguments: argparse.Namespace) -> int:
+    result = make_stage_plan(settings, arguments.stages)
+    if arguments.json:
+        print(json.dumps(stages_as_json(result)))
+    else:
+        for part in (_model, _members, _speeds, _rates, _alone):
+            print("\n".join(part(result)), end="\n\n")
     return 0
 
 
@@ -51,7 +64,8 @@ def settings_from(arguments: argparse.Namespace) -> PlanConfig:
     Raises:
         ConfigError: names the invalid flag.
     """
-    flags = ["--model", arguments.model, *placement_flags(arguments.model, os.environ)]
+    placement = [] if arguments.stages else placement_flags(arguments.model, os.environ)
+    flags = ["--model", arguments.model, *placement]
     for name in PLAN_SETTINGS:
         if (value := getattr(arguments, name)) is not None:
             flags += ["--" + name.replace("_", "-"), value]
@@ -72,7 +86,7 @@ def print_report(plan: Plan) -> None:
     print(text_plot(plan.sweep, beyond_knee))
 
 
-def _model(plan: Plan) -> Iterator[str]:
+def _model(plan: Plan | StagePlan) -> Iterator[str]:
     shapes = plan.shapes
     yield f"{plan.model}: {shapes.description}"
     yield (
@@ -114,7 +128,7 @@ def _places(plan: Plan) -> Iterator[str]:
         yield STREAMED
 
 
-def _speeds(plan: Plan) -> Iterator[str]:
+def _speeds(plan: Plan | StagePlan) -> Iterator[str]:
     for key, name in SPEED_NAMES.items():
         speed: Speed | None = getattr(plan.speeds, key)
         unit, unit_name = UNITS.get(key, OTHER_UNIT)
@@ -142,7 +156,7 @@ def _sweeps(plan: Plan) -> Iterator[str]:
         yield f"no knee: {sweep.rows.step} rows already take longer to compute than to move over the link"
 
 
-def _rates(plan: Plan) -> Iterator[str]:
+def _rates(plan: Plan | StagePlan) -> Iterator[str]:
     yield f"{'tokens a round':>16}{'draft s':>10}{'sweep s':>10}{'tokens/s':>10}"
     for rate in plan.rates:
         yield (
@@ -152,7 +166,7 @@ def _rates(plan: Plan) -> Iterator[str]:
     yield f"trees of {plan.num_nodes} nodes; {_drafting(plan)}"
 
 
-def _drafting(plan: Plan) -> str:
+def _drafting(plan: Plan | StagePlan) -> str:
     draft = plan.draft
     if draft is None:
         return "drafting is assumed to cost nothing (--draft names a draft model)"
@@ -161,6 +175,34 @@ def _drafting(plan: Plan) -> str:
         f"{gigabytes(draft.weight_bytes)} from memory and computing {draft.width} rows, on a device as fast as the "
         "target's; nothing is grown ahead"
     )
+
+
+def _members(plan: StagePlan) -> Iterator[str]:
+    yield f"{'memory':>10}{'layers':>12}{'resident':>10}{'streamed':>10}{'KV':>10}{'link s':>10}   machine"
+    for member in plan.members:
+        layers = f"{member.layers.start} to {member.layers.stop - 1}"
+        sizes = (member.load.resident_bytes, member.load.streamed_bytes, member.load.kv_bytes)
+        yield (
+            f"{gigabytes(member.memory_bytes):>10}{layers:>12}{''.join(f'{gigabytes(size):>10}' for size in sizes)}"
+            f"{member.link_seconds:10.3f}   {member.name}"
+        )
+    if plan.shapes.apart is not None:
+        yield "experts of a layer that streams all move with it"
+    sweep, nodes = plan.sweep, plan.num_nodes
+    yield (
+        f"a sweep of {nodes} tokens: {sweep.seconds(nodes):.3f} s, the longer of the slowest link and of computing, "
+        f"{sweep.compute_seconds(nodes):.3f} s,\nof which {sweep.crossing_seconds(nodes):.3f} s are "
+        f"{sweep.num_crossings} hops over the network ({NETWORK.origin}, {NETWORK_SECONDS * 1000} ms)"
+    )
+
+
+def _alone(plan: StagePlan) -> Iterator[str]:
+    head = plan.members[0]
+    if isinstance(plan.alone, str):
+        yield f"{head.name} alone is too small: {plan.alone}"
+        return
+    yield f"{head.name} alone: {plan.alone.placement}"
+    yield from _rates(plan.alone)
 
 
 def _prices(plan: Plan) -> Iterator[str]:
@@ -179,7 +221,6 @@ def _price(purchase: MemoryPurchase) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The content of `bough plan --json`: bytes, seconds, and operations or bytes per second."""
     shapes, placement, sweep = plan.shapes, plan.placement, plan.sweep
-    sizes = sorted({*TREE_SIZES, sweep.knee} - {0})
     return {
         "model": plan.model,
         "description": shapes.description,
@@ -199,20 +240,55 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "speeds": asdict(plan.speeds),
         "link_seconds": sweep.link_seconds_of(plan.num_nodes),
         "knee_tokens": sweep.knee,
-        "sweeps": [
-            {
-                "tokens": n,
-                "link_seconds": sweep.link_seconds_of(n),
-                "compute_seconds": sweep.compute_seconds(n),
-                "seconds": sweep.seconds(n),
-            }
-            for n in sizes
-        ],
+        "sweeps": _sweeps_as_json(sweep),
         "tree_nodes": plan.num_nodes,
         "draft": asdict(plan.draft) if plan.draft else None,
-        "rates": [{**asdict(rate), "tokens_per_second": rate.tokens_per_second} for rate in plan.rates],
+        "rates": _rates_as_json(plan.rates),
         "purchases": [asdict(purchase) for purchase in plan.purchases],
     }
+
+
+def stages_as_json(plan: StagePlan) -> dict[str, Any]:
+    """The content of `bough plan --stages ... --json`."""
+    return {
+        "model": plan.model,
+        "description": plan.shapes.description,
+        "stages": [
+            {
+                "name": member.name,
+                "memory_bytes": member.memory_bytes,
+                "first_layer": member.layers.start,
+                "num_layers": len(member.layers),
+                **member.load._asdict(),
+                "link_seconds": member.link_seconds,
+            }
+            for member in plan.members
+        ],
+        "speeds": asdict(plan.speeds),
+        "network": {**asdict(NETWORK), "hop_seconds": NETWORK_SECONDS},
+        "tree_nodes": plan.num_nodes,
+        "sweeps": _sweeps_as_json(plan.sweep),
+        "draft": asdict(plan.draft) if plan.draft else None,
+        "rates": _rates_as_json(plan.rates),
+        "alone": None if isinstance(plan.alone, str) else as_json(plan.alone),
+        "alone_refused": plan.alone if isinstance(plan.alone, str) else None,
+    }
+
+
+def _sweeps_as_json(sweep: SweepModel) -> list[dict[str, Any]]:
+    return [
+        {
+            "tokens": n,
+            "link_seconds": sweep.link_seconds_of(n),
+            "compute_seconds": sweep.compute_seconds(n),
+            "seconds": sweep.seconds(n),
+        }
+        for n in sorted({*TREE_SIZES, sweep.knee} - {0})
+    ]
+
+
+def _rates_as_json(rates: Sequence[Rate]) -> list[dict[str, Any]]:
+    return [{**asdict(rate), "tokens_per_second": rate.tokens_per_second} for rate in rates]
 
 
 def text_plot(model: SweepModel, most: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bough.cli.flags.planning import PlanConfig
 from bough.config.processes import OrchestratorConfig
@@ -33,7 +34,7 @@ from bough.model.sizes.memory_budget import (
     require_way_through,
     with_kv_memory,
 )
-from bough.model.sizes.model_sizes import ModelShapes, find_model, model_shapes
+from bough.model.sizes.model_sizes import FoundModel, ModelShapes, find_model, model_shapes
 from bough.model.threads import compute_with
 from bough.sizing.cost_model import (
     MemoryPurchase,
@@ -86,24 +87,44 @@ class Plan:
     purchases: tuple[MemoryPurchase, ...]
 
 
+class Sizes(NamedTuple):
+    """A model's sizes, and the settings by which they are placed."""
+
+    settings: PlanConfig
+    found: FoundModel
+    shapes: ModelShapes
+    is_gpu: bool
+
+
 def make_plan(settings: PlanConfig) -> Plan:
     """Compute sizes, then the placement, then the speeds it needs, then rates. Raises ConfigError."""
+    return plan_of(find_sizes(settings))
+
+
+def find_sizes(settings: PlanConfig) -> Sizes:
+    """The sizes of the configured model on the configured kind of device. Raises ConfigError."""
     found = find_model(settings.model)
-    config, folder = found.config, found.path
     is_gpu = settings.device == "gpu" or (
         settings.device == "" and (settings.host_memory > 0 or settings.host_link_speed > 0 or has_gpu())
     )
     device_type = "cuda" if is_gpu else "cpu"
-    settings = settled(settings, config, device_type)
+    settings = settled(settings, found.config, device_type)
     shapes = model_shapes(found, settings.dtype, settings.bits, settings.rows, device_type)
     _require_budgets(settings, is_gpu)
+    return Sizes(settings, found, shapes, is_gpu)
+
+
+def plan_of(sizes: Sizes, speeds: Speeds | None = None) -> Plan:
+    """The plan of one machine; without `speeds`, those that it needs are looked up or measured. Raises ConfigError."""
+    settings, found, shapes, is_gpu = sizes
+    config = found.config
     device, host = device_budget(settings, find_device(is_gpu)), host_budget(settings, is_gpu)
     settings = with_kv_memory(settings, shapes.kv, max_positions(config), device, host)
     fixed = shapes.fixed(settings, is_gpu)
     allowed = budgets(settings, shapes.layer_bytes, device, host)
     apart = shapes.apart if settings.experts != "all" else None
     here = num_gpus() or MOST_GPUS
-    others = other_devices(settings, config, shapes.kv, shapes.scratch_bytes, f"{device_type}:0", here if is_gpu else 0)
+    others = other_devices(settings, config, shapes.kv, shapes.scratch_bytes, "cuda:0", here if is_gpu else 0)
 
     def place_in(budgets: Budgets) -> Placement:
         is_forced = settings.experts == "chosen"
@@ -111,13 +132,13 @@ def make_plan(settings: PlanConfig) -> Plan:
 
     placement = place_in(allowed)
     require_way_through(placement, is_gpu, allowed.host)
-    speeds = find_speeds(settings, shapes, placement, folder, is_gpu)
+    speeds = speeds or find_speeds(settings, shapes, placement, found.path, is_gpu)
     draft = draft_cost(settings, speeds, is_gpu) if settings.draft else None
 
     def sweep_of(placement: Placement) -> SweepModel:
         return sweep_model(placement, shapes.work, shapes.rows, speeds, hidden_bytes(config, shapes.kv.dtype))
 
-    sweep, num_nodes = sweep_of(placement), min(OrchestratorConfig().budget, settings.max_nodes)
+    sweep, num_nodes = sweep_of(placement), tree_size(settings)
     draft_seconds = draft.seconds if draft else 0.0
     kinds = ("device", "host") if is_gpu else ("device",)
     prices = purchases(allowed, kinds, place_in, lambda placed: sweep_of(placed).seconds(num_nodes))
@@ -133,6 +154,11 @@ def make_plan(settings: PlanConfig) -> Plan:
         tuple(rate(sweep, tokens, num_nodes, draft_seconds) for tokens in TOKENS_PER_ROUND),
         tuple(prices),
     )
+
+
+def tree_size(settings: PlanConfig) -> int:
+    """Nodes of the trees for which rates are predicted."""
+    return min(OrchestratorConfig().budget, settings.max_nodes)
 
 
 def _require_budgets(settings: PlanConfig, is_gpu: bool) -> None:

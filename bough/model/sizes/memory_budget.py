@@ -14,6 +14,7 @@ from bough.errors import ConfigError
 from bough.model.architecture.architecture import max_positions
 from bough.model.batch.path_spans import SPAN_ROWS
 from bough.model.kv.session_kv import KVShape
+from bough.model.kv.state_shape import RECURRENT
 from bough.model.loading.loading import Skeleton
 from bough.model.sizes.target_limits import TargetLimits
 from bough.runtime.kv_budget import LEAST_CONTEXT, context_within, kv_budget
@@ -184,11 +185,8 @@ def other_devices(
         return []
     given = ",".join(f"{name}={num_bytes}" for name, num_bytes in settings.resident_devices)
     limits = TargetLimits.of(settings, max_positions(config))
-    kv, states = _kv_bytes(limits, shape, settings.kv_memory)
-    kv //= shape.num_layers  # of a layer with attention
-    states //= shape.states.num_layers if shape.states else 1  # of one without
-    layer_kv, staged = (states, STAGED_LAYERS * kv) if settings.kv_tier == "host" else (max(kv, states), 0)
-    fixed = layer_activation_bytes(config, shape, limits) + scratch + staged
+    layer_kv = max(layer_kv_bytes(settings, config, shape))
+    fixed = _buffer_bytes(settings, config, shape, scratch)
     hop = _sweep_rows(limits) * hidden_bytes(config, shape.dtype)
     for name, _ in settings.resident_devices:
         if name == device or int(name.removeprefix("cuda:")) >= count:
@@ -197,6 +195,33 @@ def other_devices(
             )
             raise ConfigError(f"--resident-devices: must be of {there}, got {given}")
     return [OtherDevice(name, num_bytes, fixed, layer_kv, hop) for name, num_bytes in settings.resident_devices]
+
+
+def layer_kv_bytes(settings: TargetConfig, config: PretrainedConfig, shape: KVShape) -> tuple[int, ...]:
+    """Bytes of all sessions' KV or states in each layer, in the memory of the device that computes it."""
+    kv, states = _kv_bytes(TargetLimits.of(settings, max_positions(config)), shape, settings.kv_memory)
+    layer_kv = 0 if settings.kv_tier == "host" else kv // shape.num_layers
+    if not shape.states:
+        return (layer_kv,) * shape.num_layers
+    layer_states = states // shape.states.num_layers
+    return tuple(layer_states if kind == RECURRENT else layer_kv for kind in config.layer_types)
+
+
+def stage_buffer_bytes(
+    settings: TargetConfig, is_gpu: bool, config: PretrainedConfig, shape: KVShape, scratch: int
+) -> int:
+    """The memory that a stage takes in addition to its layers and their KV."""
+    limits = TargetLimits.of(settings, max_positions(config))
+    scores = 0 if is_gpu else score_bytes(config, shape, limits, settings.threads)
+    return _buffer_bytes(settings, config, shape, scratch) + scores
+
+
+def _buffer_bytes(settings: TargetConfig, config: PretrainedConfig, shape: KVShape, scratch: int) -> int:
+    """The memory that a device with layers but no output head takes in addition: activations, scratch, staged KV."""
+    limits = TargetLimits.of(settings, max_positions(config))
+    kv, _ = _kv_bytes(limits, shape, settings.kv_memory)
+    staged = STAGED_LAYERS * kv // shape.num_layers if settings.kv_tier == "host" else 0
+    return layer_activation_bytes(config, shape, limits) + scratch + staged
 
 
 def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, host: int) -> Budgets:
