@@ -33,7 +33,7 @@ TRANSFORMERS_FILES = {
 }
 
 
-def test_who_comes_second_waits_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_process_waits_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path / "new"))
     written = []
 
@@ -57,7 +57,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         demonstration.ensure_demonstration(2)
 
 
-def test_what_a_killed_run_has_left_makes_room_and_one_that_fails_leaves_nothing(
+def test_files_of_a_killed_run_are_removed_and_a_failed_run_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: object, folder: Path) -> None:
@@ -74,7 +74,7 @@ def test_what_a_killed_run_has_left_makes_room_and_one_that_fails_leaves_nothing
 
 
 @pytest.mark.slow
-def test_weights_are_those_of_transformers(tmp_path: Path) -> None:
+def test_weights_equal_transformers(tmp_path: Path) -> None:
     """Bit for bit: the hashes are of files that `from_pretrained(..., gguf_file=...)` and `save_file` have written."""
     model = tmp_path / "model"
     writing.write_demonstration(model, 0)
@@ -96,7 +96,7 @@ def test_copies_of_a_block_change_nothing(tmp_path: Path) -> None:
             np.testing.assert_array_equal(copy, np.zeros_like(original) if is_zero else original)
 
 
-def test_the_tokenizer_splits_digits_as_the_model_was_trained(tmp_path: Path) -> None:
+def test_the_tokenizer_splits_digits_like_in_training(tmp_path: Path) -> None:
     header = read_gguf(original_file())
     writing.write_tokenizer(header, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -108,7 +108,7 @@ def test_the_tokenizer_splits_digits_as_the_model_was_trained(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("manifest", ["", "[]", "{}", "3", '{"copies": 1}'])
-def test_a_manifest_that_is_cut_off_is_as_good_as_none(tmp_path: Path, manifest: str) -> None:
+def test_a_truncated_manifest_counts_as_none(tmp_path: Path, manifest: str) -> None:
     (tmp_path / EXPANSION_NAME).write_text(manifest)
     assert not is_written(tmp_path, 2)
 
@@ -140,7 +140,7 @@ def test_without_tools_the_template_is_the_models_own(messages: list[tuple[str, 
     assert ChatTemplate(DEMONSTRATION_TEMPLATE, "", "").render(messages) == own.render(messages)
 
 
-def test_calls_are_in_a_format_that_is_known() -> None:
+def test_calls_are_in_a_supported_format() -> None:
     template = ChatTemplate(DEMONSTRATION_TEMPLATE, "", "")
     assert format_of("auto", template) is HERMES
     call = {"function": {"name": "sky", "arguments": {"at": "Rome"}}}

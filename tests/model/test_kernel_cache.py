@@ -20,7 +20,7 @@ def folder_of(parent: Path, *, neighbour: str) -> Path:
     return folder / "kernels.py"
 
 
-def test_a_folder_is_known_by_all_of_its_files(tmp_path: Path) -> None:
+def test_a_folders_hash_covers_all_of_its_files(tmp_path: Path) -> None:
     """A function that calls one of a neighbour's went on with what had been compiled of the old one."""
     first, second, other = (
         ByContents.get_suitable_cache_subpath(str(folder_of(tmp_path / name, neighbour=text)))
@@ -30,7 +30,7 @@ def test_a_folder_is_known_by_all_of_its_files(tmp_path: Path) -> None:
     assert first.startswith("package_")
 
 
-def test_a_package_is_known_by_what_it_compiles_in_any_room(tmp_path: Path) -> None:
+def test_a_packages_hash_covers_everything_that_it_compiles(tmp_path: Path) -> None:
     """A compiled function of one room calls those of another."""
     paths = []
     for name, text in (
@@ -51,7 +51,7 @@ def test_a_package_is_known_by_what_it_compiles_in_any_room(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_kernels_of_ours_are_kept_there(tmp_path: Path) -> None:
+def test_boughs_kernels_are_cached_there(tmp_path: Path) -> None:
     code = "from bough.model.cpu import linear; print(linear._multiply._cache._cache_path)"
     environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     environ.pop("NUMBA_CACHE_LOCATOR_CLASSES", None)

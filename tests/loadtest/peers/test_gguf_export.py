@@ -80,7 +80,7 @@ def rotated(head: Floats, position: int, *, is_interleaved: bool) -> Floats:
     return np.stack(turned, axis=1).ravel() if is_interleaved else np.concatenate(turned)
 
 
-def test_scores_are_the_same_in_the_peers_order() -> None:
+def test_scores_are_in_the_peers_order() -> None:
     rng = np.random.default_rng(2)
     num_heads, size, hidden = 3, 8, 10
     q, k = rng.normal(size=(2, num_heads * size, hidden))
@@ -144,7 +144,7 @@ def test_layers_are_taken_in_order_and_values_are_exact(checkpoint: Path, tmp_pa
     }
 
 
-def test_the_tokenizer_is_that_of_the_package(tmp_path: Path) -> None:
+def test_the_tokenizer_is_the_packages(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "tokenizer.gguf", "llama")
     peer_gguf._add_tokenizer(writer)
     (fields,) = writer.kv_data
@@ -155,7 +155,7 @@ def test_the_tokenizer_is_that_of_the_package(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few_tokens")
 @pytest.mark.parametrize(("format_name", "largest_error"), [("f16", 0.0), ("q4_0", 0.5)])
-def test_weights_in_other_formats_are_as_near_as_these_allow(
+def test_weights_in_other_formats_are_as_close_as_these_allow(
     checkpoint: Path, tmp_path: Path, format_name: str, largest_error: float
 ) -> None:
     from gguf.quants import dequantize

@@ -47,7 +47,7 @@ from loadtest.peers.llama_cpp_sides import (
 EOS = (2,)
 
 
-def test_prompts_that_choose_are_not_scored() -> None:
+def test_prompts_for_choosing_are_not_scored() -> None:
     assert halves(5) == ((1, 3), (0, 2, 4))
     assert halves(2) == ((1,), (0,))
     with pytest.raises(ValueError, match=r"prompts: must be at least 2, .*, got 1"):
@@ -86,7 +86,7 @@ def test_a_ratio_is_the_quotient_of_two_sides_geometric_means() -> None:
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
 
 
-def test_texts_are_compared_to_where_they_end() -> None:
+def test_texts_are_compared_up_to_their_end() -> None:
     assert first_difference([5, 6, 7], [5, 6, 7], EOS) is None
     assert first_difference([5, 6, 7], [5, 9, 7], EOS) == 1
     assert first_difference([5, 2, 7], [5, 8, 9], EOS) is None, "one side may not take the end, and takes another token"
@@ -95,7 +95,7 @@ def test_texts_are_compared_to_where_they_end() -> None:
     assert differences(texts, "ours", EOS) == {"other": {1: 1}}
 
 
-def test_an_answer_counts_what_came_after_the_first_tokens() -> None:
+def test_an_answers_rate_counts_tokens_after_the_first_event() -> None:
     answer = answer_of([(11.0, [5, 6]), (11.5, []), (12.0, [7]), (13.0, [8, 9, 4])], began=10.0)
     assert answer == Answer((5, 6, 7, 8, 9, 4), first_seconds=1.0, num_first=2, seconds=3.0)
     assert answer.decode_rate == 2.0
@@ -105,13 +105,13 @@ def test_an_answer_counts_what_came_after_the_first_tokens() -> None:
         answer_of([(11.0, [])], began=10.0)
 
 
-def test_lines_of_the_peers_stream() -> None:
+def test_lines_of_the_peers_stream_are_parsed() -> None:
     assert event_tokens(b'data: {"content": "x", "tokens": [5, 6]}\n') == [5, 6]
     assert event_tokens(b'data: {"content": "", "stop": true}\n') == []
     assert event_tokens(b"\n") == []
 
 
-def test_the_peers_threads_wait_as_they_do_by_themselves() -> None:
+def test_the_peers_threads_wait_as_by_default() -> None:
     """What makes bough's share two processors makes a peer that has them for itself slower."""
     assert os.environ["GOMP_SPINCOUNT"], "bough.model sets it for whatever is started from here"
     ours = {"GOMP_SPINCOUNT": "3000", "PATH": "/bin"}
@@ -146,14 +146,14 @@ def address() -> Iterator[str]:
     server.server_close()
 
 
-def test_the_peer_is_asked_greedily_and_without_its_cache(address: str) -> None:
+def test_the_peer_decodes_greedily_without_its_cache(address: str) -> None:
     answer = LlamaServer({"address": address, "version": "1", "system_info": "none"}).ask([3, 4], 2)
     assert answer.token_ids == (5, 6)
     wanted = {"prompt": [3, 4], "n_predict": 2, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
     assert wanted.items() <= _Completion.asked.items()
 
 
-def test_a_peer_that_is_gone_is_named(address: str) -> None:
+def test_a_missing_peer_is_named(address: str) -> None:
     with pytest.raises(PeerError, match=r"llama\.cpp does not answer"):
         LlamaServer({"address": f"{address}/elsewhere", "version": "1", "system_info": "none"}).ask([3], 2)
 
@@ -229,7 +229,7 @@ async def test_lengths_are_chosen_on_some_prompts_and_sides_scored_on_the_others
     assert bench.llama_cpp == {"xllamacpp": "1.2", "system_info": "AVX2 = 1"}
 
 
-async def test_when_time_is_up_one_prompt_of_each_half_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_the_time_limit_one_prompt_of_each_half_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeSides(monkeypatch)
     arguments = parse_arguments(["--prompts", "6", "--peer-python", "python-of-peer", "--peer-variable", "A=b=c"])
     prompts = Prompts([[number] for number in range(6)], [7], EOS)
@@ -247,7 +247,7 @@ def test_a_summary_has_every_side_and_ratio() -> None:
     assert set(SAME_WEIGHTS) < set(SIDES)
 
 
-def test_without_control_groups_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_missing_control_groups_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "CGROUPS", tmp_path / "none")
     assert why_unlimited(1000).startswith("control groups for memory cannot be made here: ")
     (tmp_path / "memory").mkdir()
@@ -277,7 +277,7 @@ def test_a_python_without_the_peer_is_refused(tmp_path: Path) -> None:
         (["--tokens", "3"], "--tokens: must be at least 16, got 3"),
     ],
 )
-def test_what_makes_no_sense_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(flags)
     assert message in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 from loadtest.regret.conversations import NAME, Scale, run
 
 
-def test_whether_a_session_has_a_name_changes_neither_tokens_nor_what_is_read() -> None:
+def test_a_sessions_name_changes_neither_tokens_nor_computed_tokens() -> None:
     """How long first tokens take is no matter of a test: `python -m loadtest.regret` measures it."""
     figures = run(Scale(num_conversations=1, num_turns=3, prompt_tokens=400, answer_tokens=12, clock_scale=50.0))
     assert figures["unequal"] == 0
@@ -15,6 +15,6 @@ def test_whether_a_session_has_a_name_changes_neither_tokens_nor_what_is_read() 
     assert set(figures["first_token_seconds"]) == {"named", "unnamed", "plain"}
 
 
-def test_it_is_not_run_where_others_are_named() -> None:
+def test_it_does_not_run_if_others_are_selected() -> None:
     assert run(names=["resident"]) == {}
     assert NAME not in run(names=["resident"])

@@ -59,13 +59,13 @@ def new_sizer() -> TreeSizer:
 
 
 @pytest.mark.parametrize("name", long_but([name for name in LEAST_RATIO if name not in MANY_ROUNDS], LEAST_RATIO))
-def test_self_sized_trees_come_close_to_the_best_fixed_size_and_to_plain_decoding_at_least(name: str) -> None:
+def test_self_sized_trees_come_close_to_the_best_fixed_size_and_are_no_slower_than_plain_decoding(name: str) -> None:
     result = measured(name)
     assert result.score.ratio > LEAST_RATIO[name]
     assert result.score.plain_ratio > LEAST_OF_PLAIN
 
 
-def test_the_grid_would_tell_a_bad_size_from_a_good_one() -> None:
+def test_the_grid_distinguishes_bad_sizes_from_good_ones() -> None:
     """64 nodes where every row costs: the same comparison, with a sizer that always chooses wrong."""
     regime = REGIMES["resident"]
     good = seconds_of(regime, new_sizer(), Speculation(), SHORT)
@@ -79,7 +79,7 @@ def test_the_grid_would_tell_a_bad_size_from_a_good_one() -> None:
     assert score(good, fixed, plain).ratio > 0.95
 
 
-def test_runs_are_the_same_every_time() -> None:
+def test_runs_are_deterministic() -> None:
     """To the last bit, with several sessions, whose calls come at the same time; but for what planning takes."""
     regime = REGIMES["4 sessions"]
     figures = [seconds_of(regime, new_sizer(), Speculation(), SHORT) for _ in range(2)]
@@ -101,7 +101,7 @@ def test_the_summary_names_every_figure_of_a_regime() -> None:
     assert all(low <= high for low, high in figures["intervals"].values())
 
 
-def test_the_worst_of_all_regimes_stands_beside_them() -> None:
+def test_the_worst_regime_is_reported_with_the_others() -> None:
     """An error below 0 is as bad as one above; regimes that could not be measured have none."""
     simulated = summary([measured("hostile draft, resident"), measured("resident")])
     streamed = {"ratio": 1.1, "plain_ratio": 4.0, "best_fixed": "64 nodes, depth 8"}
@@ -169,7 +169,7 @@ def test_trees_grow_when_the_link_gets_slower_in_mid_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["resident", pytest.param("knee at 64 rows", marks=pytest.mark.long)])
-def test_predictions_agree_with_what_comes_to_pass_over_a_long_run(name: str) -> None:
+def test_predictions_agree_with_a_long_run(name: str) -> None:
     """Wanted: seconds within 10 %, tokens within 5 %. Of some 300 rounds' tokens chance alone makes 3 % (one sigma).
 
     So 7 % are let pass here, over the second half, when what was learnt is no news any more.
@@ -202,7 +202,7 @@ def test_ratios_are_paired_by_repeat_and_averaged_as_ratios() -> None:
     assert geomean([0.5, 2.0]) == pytest.approx(1.0)
 
 
-def test_the_interval_holds_the_mean_and_narrows_with_more_repeats() -> None:
+def test_the_interval_contains_the_mean_and_narrows_with_more_repeats() -> None:
     few, many = interval([0.1, -0.1, 0.2, -0.2]), interval([0.1, -0.1, 0.2, -0.2] * 16)
     assert few[0] < 1.0 < few[1]
     assert many[0] < 1.0 < many[1]
@@ -232,6 +232,6 @@ def test_flags_that_would_measure_nothing_are_refused(
     assert summary([]) == {"regimes": {}}, "where only real regimes are named"
 
 
-def test_there_are_the_regimes_that_were_asked_for() -> None:
+def test_the_selected_regimes_are_run() -> None:
     """At least fourteen, each of another name."""
     assert len(REGIMES) == len(regimes()) >= 14

@@ -26,7 +26,7 @@ def refusal(door: str, seconds: float, delay: float) -> Sample:
     return Sample(door, 110.0, seconds, error="full", is_refused=True, retry_seconds=delay)
 
 
-def test_goodput_is_of_what_met_the_objective_and_ended_while_requests_came() -> None:
+def test_goodput_counts_requests_that_met_the_objective_and_ended_under_load() -> None:
     """It counted whatever finished, however late, and over the time that the last ones took besides."""
     too_late = Sample("http", 105.0, 9.0, first_token_seconds=5.0, token_seconds=0.1, num_tokens=30)
     too_slow = Sample("http", 105.0, 9.0, first_token_seconds=1.0, token_seconds=0.3, num_tokens=30)
@@ -54,7 +54,7 @@ async def test_rates_climb_past_the_peak(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rates == pytest.approx([2.0 * CLIMB**step for step in range(5)])
 
 
-async def test_a_climb_ends_where_nothing_is_ever_good(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_climb_ends_if_no_rate_meets_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(doors: object, rate: float, seconds: float, seed: int) -> Offered:
         return offered(0, refusal("grpc", 0.01, 1.0))
 
@@ -65,7 +65,7 @@ async def test_a_climb_ends_where_nothing_is_ever_good(monkeypatch: pytest.Monke
     assert (figures["goodput_ratio"], figures["times_the_peaks_requests"]) == (None, None)
 
 
-async def test_requests_are_sent_by_the_clock_and_over_each_api_in_turn() -> None:
+async def test_requests_are_sent_on_schedule_over_both_apis_in_turn() -> None:
     """However slowly they are answered: those under way at the end are waited for, and counted."""
     asked = dict[str, int]()
 
@@ -84,7 +84,7 @@ async def test_requests_are_sent_by_the_clock_and_over_each_api_in_turn() -> Non
     assert min(step.lateness) >= 0
 
 
-def test_the_peak_is_the_best_of_the_climb_and_of_what_came_after_the_overload() -> None:
+def test_the_peak_is_the_best_rate_of_the_climb_and_after_the_overload() -> None:
     beyond = offered(
         40, refusal("grpc", 0.002, 1.0), refusal("http", 0.09, 2.0), refusal("http", 0.01, 0.0), num_seconds=20.0
     )

@@ -26,11 +26,11 @@ def grown(figure: str, by_minute: int) -> list[str]:
     return leaks(_growth([(moment, at(moment)) for moment in moments], SECONDS), in_flight=16)
 
 
-def test_tasks_are_read_of_the_figures_for_prometheus() -> None:
+def test_tasks_are_read_from_prometheus_metrics() -> None:
     assert tasks_in(METRICS) == 37
 
 
-def test_what_grows_with_time_is_a_leak_and_what_is_in_flight_is_none() -> None:
+def test_growth_over_time_is_a_leak_and_requests_in_flight_are_not() -> None:
     """The soak's first line promised tasks, of which nothing was read."""
     for figure in ("tasks", "descriptors", "threads"):
         assert grown(figure, by_minute=0) == []
@@ -40,7 +40,7 @@ def test_what_grows_with_time_is_a_leak_and_what_is_in_flight_is_none() -> None:
     assert len(grown("memory_bytes", by_minute=20 * 2**20)) == 1
 
 
-def test_memory_of_the_index_may_grow_with_its_keys_and_no_more() -> None:
+def test_memory_of_the_index_may_only_grow_with_its_keys() -> None:
     """Nothing of the index could ever fail."""
     assert leaks({"index": {"memory_bytes": 80 * 2**20, "keys": 20_000}}) == []
     (leak,) = leaks({"index": {"memory_bytes": 80 * 2**20, "keys": 0}})
@@ -64,7 +64,7 @@ def indexed(seconds: int, left: int = 0, stays: float = 600.0) -> list[str]:
     return keys_beyond(snapshots, samples, began)
 
 
-def test_keys_are_those_of_requests_that_can_be_resumed() -> None:
+def test_keys_belong_to_requests_that_can_be_resumed() -> None:
     """Keys of finished requests stay for ten minutes, so that only a longer soak tells those that stay longer."""
     assert indexed(seconds=600) == indexed(seconds=1500) == []
     (leak,) = indexed(seconds=1500, stays=3600.0)
@@ -75,6 +75,6 @@ def test_keys_are_those_of_requests_that_can_be_resumed() -> None:
     assert keys_beyond([], [], 0.0) == []
 
 
-def test_a_soak_too_short_to_tell_of_growth_does_not_pass() -> None:
+def test_a_soak_too_short_to_detect_growth_does_not_pass() -> None:
     (leak,) = leaks(_growth([], SECONDS))
     assert "too short" in leak

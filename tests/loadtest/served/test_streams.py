@@ -18,7 +18,7 @@ def chunk(text: str, num_tokens: int) -> str:
     return "data: " + json.dumps({"choices": [{"delta": {"content": text}}], "usage": usage})
 
 
-def test_a_stream_is_read_alike_through_both_doors() -> None:
+def test_a_stream_is_read_the_same_over_both_apis() -> None:
     http, grpc = Reading("http"), Reading("grpc")
     for line in (": keep-alive", "", chunk("", 0), chunk("a b", 2), chunk(" c", 3), "data: [DONE]"):
         http.take_line(line)
@@ -36,7 +36,7 @@ def test_a_stream_is_read_alike_through_both_doors() -> None:
         assert sample.error == ""
 
 
-def test_what_goes_wrong_with_a_stream_is_in_its_sample() -> None:
+def test_a_streams_error_is_in_its_sample() -> None:
     half = Reading("http")
     half.take_line(chunk("a", 1))
     assert half.sample().error == "the stream broke off"
@@ -52,7 +52,7 @@ def test_what_goes_wrong_with_a_stream_is_in_its_sample() -> None:
         Reading("http").take_line("data: <html>")
 
 
-def test_refusals_of_both_doors_are_counted_as_such() -> None:
+def test_refusals_of_both_apis_are_counted() -> None:
     http, grpc, other = Reading("http"), Reading("grpc"), Reading("grpc")
     http.take_status(429, "full", "3")
     grpc.fail(Exhausted("full", 3.0))
@@ -61,7 +61,7 @@ def test_refusals_of_both_doors_are_counted_as_such() -> None:
     assert other.sample().error == "gone"
 
 
-def test_what_ends_an_answer_that_has_begun_is_no_refusal_and_what_ends_a_wait_is_one() -> None:
+def test_an_error_after_the_first_token_is_no_refusal_and_one_before_it_is() -> None:
     """A stream over HTTP that waits long has its status before its refusal, which comes as an event."""
     refusal = 'data: {"error": {"message": "no place came free", "code": "rate_limit_exceeded"}}'
     waiting, begun, grpc = Reading("http"), Reading("http"), Reading("grpc")
@@ -99,7 +99,7 @@ def test_the_verdict_counts_all_failures() -> None:
         {"soak": {"leaks": ["x"]}},
     ],
 )
-def test_what_must_not_happen_fails_the_command(part: dict[str, Any]) -> None:
+def test_failures_fail_the_command(part: dict[str, Any]) -> None:
     """Only leaks did."""
     assert not has_failed(verdict({"restarts": {"failed": 0, "unequal": 0}, "soak": {"failed": 0, "leaks": []}}))
     assert has_failed(verdict(part))

@@ -37,9 +37,7 @@ def figures_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     return run
 
 
-def test_sessions_are_measured_and_what_several_take_is_predicted_from_those_alone(
-    tmp_path: Path, figures_of: Figures
-) -> None:
+def test_sessions_are_measured_and_several_are_predicted_from_single_ones(tmp_path: Path, figures_of: Figures) -> None:
     """As docs/capacity.md has it. How near predictions come is for a machine that does nothing else."""
     profile, rounds = str(write_profile(tmp_path, clock_scale=SCALE)), tmp_path / "rounds.json"
     measured = figures_of(
@@ -57,7 +55,7 @@ def test_sessions_are_measured_and_what_several_take_is_predicted_from_those_alo
         assert 1 / 3 < each["predicted_p95_seconds"] / each["p95_seconds"] < 3
 
 
-def test_a_tenant_is_measured_beside_sessions_that_hold_all_kv(figures_of: Figures) -> None:
+def test_a_tenant_is_measured_while_other_sessions_hold_all_kv(figures_of: Figures) -> None:
     found = figures_of(tenants.main, "--kv-tokens", "1024")
     assert found["sessions"] == 2
     assert found["first_token_seconds"].keys() == {"alone", "beside"}

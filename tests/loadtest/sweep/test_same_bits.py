@@ -21,7 +21,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
 
 
 @pytest.mark.long
-def test_a_tree_has_the_bits_that_it_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trees_bits_are_reproduced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Sweeps really run in it, in processes of their own."""
     monkeypatch.setattr(same_bits, "exported", lambda *_: same_bits.HERE)
     assert run(monkeypatch, "--commit", "then", "--cases", "olmo2 float32") == 0
@@ -33,7 +33,7 @@ def test_a_tree_has_the_bits_that_it_has(monkeypatch: pytest.MonkeyPatch, capsys
     ]
 
 
-def test_one_bit_is_a_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_different_bit_is_detected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(same_bits, "exported", lambda _, folder: folder)
 
     def logits(tree: Path, *_: object) -> np.ndarray:
@@ -48,7 +48,7 @@ def test_one_bit_is_a_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert (row["logits"], row["different"]) == (6, 1)
 
 
-def test_cases_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_cases_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--commit", "then", "--cases", "olmo3 float32") == 2
     assert "--cases must be of llama bfloat16, " in (told := capsys.readouterr().err)
     assert "got olmo3 float32; see" in told

@@ -28,12 +28,12 @@ def page(folder: Path, **changed: object) -> str:
     return markdown(read_subjects(folder))
 
 
-def test_the_page_is_what_make_bench_docs_writes() -> None:
+def test_the_page_is_up_to_date() -> None:
     """Somebody who changes a figure changes the JSON file, and sees the page fail until it is written again."""
     assert (DOCS / "benchmarks.md").read_text() == markdown(read_subjects(DOCS / "benchmarks"))
 
 
-def test_a_table_stands_below_its_command_machine_date_and_commit(tmp_path: Path) -> None:
+def test_a_table_follows_its_command_machine_date_and_commit(tmp_path: Path) -> None:
     end = page(tmp_path).partition("## Sweeps")[2]
     assert end == (
         "\n\nWhat they take.\n\n`python -m loadtest.sweep`  \nZen 4; 2026-11-26, commit e009632:\n\n"
@@ -55,7 +55,7 @@ def test_a_table_stands_below_its_command_machine_date_and_commit(tmp_path: Path
         ({"table": {"rows": []}}, r"runs\[0\].table must have columns and rows, got \['rows'\]"),
     ],
 )
-def test_what_a_run_lacks_is_named(tmp_path: Path, changed: dict[str, object], message: str) -> None:
+def test_missing_fields_of_a_run_are_named(tmp_path: Path, changed: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         page(tmp_path, **changed)
 

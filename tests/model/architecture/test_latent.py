@@ -27,7 +27,7 @@ V3 = FAMILIES["deepseek v3, yarn"]
 BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
 
 
-def test_a_token_takes_its_latent_and_its_rotated_key() -> None:
+def test_a_token_stores_its_latent_and_its_rotated_key() -> None:
     """1.2 KB a layer of DeepSeek V3, where the heads' keys and values would be 80 KB."""
     shape = KVShape.of(AutoConfig.for_model("deepseek_v3"), torch.bfloat16)
     assert shape.row_bytes == 61 * (512 + 64) * 2
@@ -37,13 +37,13 @@ def test_a_token_takes_its_latent_and_its_rotated_key() -> None:
     assert [part.shape for part in within] == [slot.keys.shape, slot.values.shape]
 
 
-def test_a_draft_s_memory_counts_latents(tmp_path: Path) -> None:
+def test_a_drafts_memory_includes_latents(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", V3)
     needs = draft_needs(parse(DraftConfig, "d", ["--model", str(folder), "--dtype", "float32"], {}))
     assert needs.session == (256 + MAX_EXPANSIONS) * KVShape.of(V3, torch.float32).row_bytes
 
 
-def test_a_cpu_s_memory_counts_scores_of_all_heads() -> None:
+def test_a_cpus_memory_includes_scores_of_all_heads() -> None:
     """Of a tile of 16 rows in each thread: 8 KB for each key that a session may have."""
     config = AutoConfig.for_model("deepseek_v3", max_position_embeddings=163_840)
     flags = "--max-context 20000 --max-nodes 480 --kv-memory 4GB --threads 4"
@@ -53,7 +53,7 @@ def test_a_cpu_s_memory_counts_scores_of_all_heads() -> None:
     assert scores < on_cpu - on_gpu < 1.1 * scores
 
 
-def test_fp8_as_deepseek_publishes_it(tmp_path: Path) -> None:
+def test_deepseeks_fp8_format_is_read(tmp_path: Path) -> None:
     """With a layer that predicts further tokens, which is left out, and a router's biases, which stay in float32."""
     source = save_model(tmp_path / "source", V3)
     further = {"model.layers.4.eh_proj.weight": torch.ones(64, 96)}
@@ -68,7 +68,7 @@ def test_fp8_as_deepseek_publishes_it(tmp_path: Path) -> None:
     assert torch.equal(slot.materialize([raw], torch.bfloat16, None), bias[BIAS])
 
 
-def test_a_router_stored_in_float32_stays_so_by_part_of_its_full_name(tmp_path: Path) -> None:
+def test_a_router_stored_in_float32_stays_in_float32(tmp_path: Path) -> None:
     """Ernie's patterns are `gate.weight` and the module `moe_statics`; what else is stored in float32 is rounded."""
     config = Ernie4_5_MoeConfig(
         vocab_size=262, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
@@ -86,7 +86,7 @@ def test_a_router_stored_in_float32_stays_so_by_part_of_its_full_name(tmp_path: 
 number: ContextVar[int] = ContextVar("number")
 
 
-def test_all_ask_before_any_goes_on_and_context_variables_are_their_own() -> None:
+def test_all_coroutines_ask_before_any_continues_and_have_their_own_context_variables() -> None:
     seen: list[str] = []
 
     def act(name: str, num_questions: int) -> Callable[[], str]:
@@ -115,7 +115,7 @@ def test_all_ask_before_any_goes_on_and_context_variables_are_their_own() -> Non
 
 
 @pytest.mark.parametrize("is_answer_wrong", [True, False])
-def test_an_error_is_the_caller_s_and_others_give_back_what_they_hold(is_answer_wrong: bool) -> None:
+def test_an_error_reaches_the_caller_and_the_others_release_their_resources(is_answer_wrong: bool) -> None:
     given_back: list[str] = []
 
     def holds() -> None:

@@ -42,14 +42,14 @@ def attended(backend: Backend, dim: int, sinks: torch.Tensor | None, window: int
 @pytest.mark.parametrize("dim", [16, 64])  # keys and values are copied, and read where they stand
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, HEADS)], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (9, 0.0), (0, 5.0), (70, 5.0)])
-def test_attention(dim: int, sinks: torch.Tensor | None, window: int, softcap: float) -> None:
+def test_attention_equals_the_reference(dim: int, sinks: torch.Tensor | None, window: int, softcap: float) -> None:
     mine, theirs = (attended(backend, dim, sinks, window, softcap) for backend in (REFERENCE, CPU_KERNELS))
     assert mine.shape == (CONTEXT + 29, HEADS, dim)
     torch.testing.assert_close(mine, theirs, rtol=CLOSE, atol=CLOSE)
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_the_gated_delta_rule(is_tree: bool) -> None:
+def test_the_gated_delta_rule_equals_the_reference(is_tree: bool) -> None:
     piece = BatchPart(0, Segment.tree(KVSlot.__new__(KVSlot), 0, random_tree(np.random.default_rng(1), 12, 1)))
     steps, begin = (piece.tree_steps(3), 0) if is_tree else (chain_steps(12, 3), 4)
     generator = torch.Generator().manual_seed(1)
@@ -63,7 +63,7 @@ def test_the_gated_delta_rule(is_tree: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products(dtype: torch.dtype) -> None:
+def test_products_equal_the_reference(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     rows, matrix, bias = (torch.randn(*size, generator=generator).to(dtype) for size in ((16, 96), (64, 96), (64,)))
     close = CLOSE if dtype is torch.float32 else 2**-6  # a step of bfloat16 in a sum near 10, rounded once or twice
@@ -91,7 +91,7 @@ def swept(name: str, dtype: torch.dtype, folder: Path) -> torch.Tensor:
         return model.sweep(Batch(segments, model.rows, CPU))[0].float()
 
 
-def test_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_equals_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, whose rounding grows from layer to layer, it is as near the truth as layers not compiled whole."""
     folder = save_model(tmp_path, TINY)
     monkeypatch.setattr(CPU_KERNELS, "compiles", lambda _: False)

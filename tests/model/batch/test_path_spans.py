@@ -47,7 +47,7 @@ def test_every_row_attends_once_for_each_head(sizes: list[int], num_kv_heads: in
 
 
 @pytest.mark.parametrize("sizes", [[16], [15], [5, 1, 30]])
-def test_threads_have_as_many_rows_each(sizes: list[int], threads: Sequence[int]) -> None:
+def test_threads_have_equal_numbers_of_rows(sizes: list[int], threads: Sequence[int]) -> None:
     """Three heads for two threads: one head's rows are divided, no thread waits for a whole one."""
     before = numba.get_num_threads()
     try:

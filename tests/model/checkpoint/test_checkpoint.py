@@ -78,7 +78,7 @@ def test_a_damaged_shard_is_named(name: str, copy: Path) -> None:
         Checkpoint.open(copy)
 
 
-def test_a_shard_that_is_missing_or_cannot_be_read_is_named(copy: Path) -> None:
+def test_a_missing_or_unreadable_shard_is_named(copy: Path) -> None:
     victim = shards(copy)[1]
     victim.unlink()
     with pytest.raises(CheckpointError, match=f"{victim.name}.*missing"):
@@ -95,7 +95,7 @@ def test_an_invalid_index_is_refused(copy: Path, weight_map: object) -> None:
         Checkpoint.open(copy)
 
 
-def test_a_tensor_that_the_index_promises_must_be_in_its_file(copy: Path) -> None:
+def test_a_tensor_in_the_index_must_be_in_its_file(copy: Path) -> None:
     index = json.loads((copy / INDEX_NAME).read_text())
     index["weight_map"]["model.layers.9.extra"] = shards(copy)[0].name
     (copy / INDEX_NAME).write_text(json.dumps(index))
@@ -103,7 +103,7 @@ def test_a_tensor_that_the_index_promises_must_be_in_its_file(copy: Path) -> Non
         Checkpoint.open(copy)
 
 
-def test_a_tensor_that_stands_in_two_files_is_where_the_index_says(copy: Path) -> None:
+def test_a_tensor_in_two_files_is_read_from_the_indexed_one(copy: Path) -> None:
     """Left behind by whoever moved it."""
     first, second = shards(copy)[:2]
     name = next(iter(load_file(first)))
@@ -121,7 +121,7 @@ def test_a_tensor_that_stands_in_two_files_is_where_the_index_says(copy: Path) -
         ({"quantization_config": {"quant_method": "quark"}}, "quant_method: must be one of gptq, .*, got 'quark'"),
     ],
 )
-def test_a_configuration_that_does_not_fit(copy: Path, change: dict[str, object], message: str) -> None:
+def test_an_inconsistent_configuration_is_refused(copy: Path, change: dict[str, object], message: str) -> None:
     config = json.loads((copy / "config.json").read_text()) | change
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
@@ -151,7 +151,7 @@ def test_a_configuration_that_does_not_fit(copy: Path, change: dict[str, object]
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
-def test_what_a_configuration_says_of_layers_goes_with_them(config: Any, wanted: dict[str, object]) -> None:
+def test_the_configurations_layer_settings_follow_the_layers(config: Any, wanted: dict[str, object]) -> None:
     cut_layers(config, (1, 3))
     assert config.num_hidden_layers == 2
     assert {name: getattr(config, name) for name in wanted} == wanted
@@ -175,7 +175,7 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "v
         ("gemma3n_text", "attend to the keys of others"),
     ],
 )
-def test_architectures_that_cannot_be_run_are_refused_by_name_and_reason(model_type: str, reason: str) -> None:
+def test_unsupported_architectures_are_refused_by_name_and_reason(model_type: str, reason: str) -> None:
     config = AutoConfig.for_model(model_type)
     for name, value in SMALL.items():
         if hasattr(config, name):
@@ -189,7 +189,7 @@ def test_architectures_that_cannot_be_run_are_refused_by_name_and_reason(model_t
 
 
 @pytest.mark.parametrize("part", ["self_attn.q_proj.weight", "block_sparse_moe.experts.1.w1.weight"])
-def test_a_tensor_of_a_data_type_that_cannot_be_read(tmp_path: Path, part: str) -> None:
+def test_a_tensor_of_an_unsupported_data_type_is_refused(tmp_path: Path, part: str) -> None:
     """Also where it is one of many that make up a parameter."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = MixtralConfig(**sizes, vocab_size=262, num_hidden_layers=1, num_local_experts=2)
@@ -203,7 +203,7 @@ def test_a_tensor_of_a_data_type_that_cannot_be_read(tmp_path: Path, part: str) 
         build_skeleton(Checkpoint.open(folder), torch.float32)
 
 
-def test_folders_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"must be a folder or a GGUF file that exists, .*nowhere"):
         Checkpoint.open(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
@@ -227,7 +227,7 @@ def test_a_hub_id_resolves_through_the_cache(tiny: Path, tmp_path: Path, monkeyp
     assert Checkpoint.open("org/tiny").fingerprint() == Checkpoint.open(tiny).fingerprint()
 
 
-def test_an_incomplete_snapshot_says_what_would_do(tiny: Path, tmp_path: Path) -> None:
+def test_an_incomplete_snapshot_names_the_remedy(tiny: Path, tmp_path: Path) -> None:
     """Such as `bough plan` leaves, which fetches config.json alone."""
     snapshot = tmp_path / "models--org--tiny" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
@@ -238,7 +238,7 @@ def test_an_incomplete_snapshot_says_what_would_do(tiny: Path, tmp_path: Path) -
         Checkpoint.open(snapshot)
 
 
-def test_what_is_missing_of_a_hub_id_is_fetched(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_of_a_hub_id_are_fetched(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, dict[str, object]]] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda model, **how: asked.append((model, how)))
     fetch(str(tiny), "org/one", "org/one", "org/other", "/org/no-id")
@@ -253,7 +253,9 @@ def test_what_is_missing_of_a_hub_id_is_fetched(tiny: Path, monkeypatch: pytest.
         (OSError(errno.ENOSPC, "No space left on device"), "org/one cannot be fetched: .*No space left"),
     ],
 )
-def test_what_cannot_be_fetched_is_an_error(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_fetched_are_an_error(
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
@@ -262,7 +264,7 @@ def test_what_cannot_be_fetched_is_an_error(error: Exception, message: str, monk
         fetch("org/one")
 
 
-def test_layers_are_aligned_extents_that_hold_their_tensors(tiny: Path) -> None:
+def test_layers_are_aligned_extents_with_their_tensors(tiny: Path) -> None:
     skeleton = build_skeleton(Checkpoint.open(tiny), torch.float32)
     for slots in skeleton.layer_slots:
         layer = plan_layer("layer", slots)

@@ -53,7 +53,7 @@ FORMATS |= {name: community(name) for name in ("compressed-tensors", "compressed
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_checkpoints_of_one_run_that_differ_in_one_tensor_are_two(tiny: Path, tmp_path: Path, name: str) -> None:
+def test_checkpoints_that_differ_in_one_tensor_have_different_identities(tiny: Path, tmp_path: Path, name: str) -> None:
     first, second = (Checkpoint.open(FORMATS[name](tiny, tmp_path / str(number))) for number in range(2))
     assert first.fingerprint() == second.fingerprint(), "a copy is the same"
     for place in (*second.tensors.values(),)[:3]:
@@ -63,7 +63,7 @@ def test_checkpoints_of_one_run_that_differ_in_one_tensor_are_two(tiny: Path, tm
         assert first.fingerprint() == second.fingerprint()
 
 
-def test_samples_are_few_and_in_every_part_of_a_tensor(tmp_path: Path) -> None:
+def test_samples_are_few_and_from_every_part_of_a_tensor(tmp_path: Path) -> None:
     size = 1000 * SAMPLE_BYTES
     place = TensorPlace("weight", tmp_path / "file", 100, size, "U8", (size,))
     samples = samples_of(place, 10)
@@ -78,7 +78,7 @@ def test_samples_are_few_and_in_every_part_of_a_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_tensors", [1, 3, 5000])
-def test_however_large_a_checkpoint_is_what_a_start_reads_of_it_is_bounded(
+def test_a_start_reads_a_limited_part_of_any_checkpoint(
     tmp_path: Path, num_tensors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_bytes(bytes(2 * num_tensors * SAMPLE_BYTES))
@@ -99,7 +99,7 @@ def test_however_large_a_checkpoint_is_what_a_start_reads_of_it_is_bounded(
     assert sum(num_read) // 2 <= max(checkpoint.NUM_SAMPLES, num_tensors) * SAMPLE_BYTES
 
 
-def test_a_file_that_ends_early_or_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
     place = TensorPlace("weight", tmp_path / "file", 0, 20, "U8", (20,))
     with pytest.raises(CheckpointError, match="file: tensor weight cannot be read"):
         samples_digest([place])
@@ -117,7 +117,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
 
 
 @pytest.mark.parametrize("max_resident", [0, 2])
-def test_a_file_that_is_overwritten_in_place_is_never_mixed_with_what_was_there(
+def test_a_file_overwritten_in_place_is_never_mixed_with_its_old_content(
     tiny: Path, tmp_path: Path, max_resident: int, ends: list[Exception]
 ) -> None:
     """The descriptor stays, and its bytes become another checkpoint's, in the middle of a sweep or between two."""
@@ -133,7 +133,7 @@ def test_a_file_that_is_overwritten_in_place_is_never_mixed_with_what_was_there(
         assert len(ends) == 2
 
 
-def test_a_file_that_is_cut_off_in_place_is_named_and_ends_the_worker(
+def test_a_file_truncated_in_place_is_named_and_ends_the_worker(
     tiny: Path, tmp_path: Path, ends: list[Exception]
 ) -> None:
     folder = plain(tiny, tmp_path / "model")
@@ -145,9 +145,7 @@ def test_a_file_that_is_cut_off_in_place_is_named_and_ends_the_worker(
         assert "was written to while" in str(ends[0])
 
 
-def test_a_file_that_is_replaced_under_its_name_is_not_looked_at(
-    tiny: Path, tmp_path: Path, ends: list[Exception]
-) -> None:
+def test_a_file_replaced_by_another_is_not_read(tiny: Path, tmp_path: Path, ends: list[Exception]) -> None:
     """What is open stays what it was."""
     folder = plain(tiny, tmp_path / "model")
     place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight"]
@@ -159,7 +157,7 @@ def test_a_file_that_is_replaced_under_its_name_is_not_looked_at(
     assert not ends
 
 
-def test_a_file_nothing_is_read_from_any_more_may_be_overwritten(tiny: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_longer_read_may_be_overwritten(tiny: Path, tmp_path: Path) -> None:
     folder = plain(tiny, tmp_path / "model")
     with streamed(folder, torch.float32, max_resident=100) as model:
         before = plain_logits(model, TOKENS)

@@ -96,7 +96,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_block_has_the_values_of_the_library(kind: str, dtype: torch.dtype) -> None:
+def test_a_block_has_the_librarys_values(kind: str, dtype: torch.dtype) -> None:
     """Of any bits, in order and in llama's order of rows, rounded once."""
     blocks = random_blocks(kind, 24, 512, np.random.default_rng(len(kind)))
     wanted = values_of(blocks, kind).to(dtype)
@@ -109,7 +109,7 @@ def test_a_block_has_the_values_of_the_library(kind: str, dtype: torch.dtype) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [*((name, "Q8_0") for name in MODELS), ("llama", "F16"), ("gemma3", "BF16")])
-def test_a_model_says_what_its_values_say_in_a_folder(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_gguf_model_gives_the_results_of_its_values_in_a_folder(name: str, kind: str, tmp_path: Path) -> None:
     """Its configuration included, as the folder has the original one."""
     source, file = save_model(tmp_path / "source", MODELS[name]), tmp_path / "model.gguf"
     plain = rewrite(source, tmp_path / "plain", write_gguf(source, file, lambda _: kind), None)
@@ -121,7 +121,7 @@ def test_a_model_says_what_its_values_say_in_a_folder(name: str, kind: str, tmp_
     torch.testing.assert_close(last, model(torch.tensor([TOKENS])).logits[0, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_transformers_reads_the_same_file_alike(tmp_path: Path) -> None:
+def test_transformers_reads_the_same_values_from_the_file(tmp_path: Path) -> None:
     """Of an architecture that it reads whole."""
     source, file = save_model(tmp_path / "source", MODELS["llama"]), tmp_path / "model.gguf"
     write_gguf(source, file, lambda _: "Q4_1", **{"rope.dimension_count": 32})
@@ -137,7 +137,7 @@ def test_transformers_reads_the_same_file_alike(tmp_path: Path) -> None:
     assert {key for key in theirs if theirs[key] != ours.get(key)} <= others
 
 
-def test_a_mixture_of_types_gives_trees_the_bits_of_plain_decoding(wide: tuple[Path, Path]) -> None:
+def test_mixed_block_types_give_trees_the_bits_of_plain_decoding(wide: tuple[Path, Path]) -> None:
     """From memory, streamed, and as a draft."""
     file, plain = wide
     wanted = on_cpu(plain, torch.bfloat16)
@@ -148,12 +148,12 @@ def test_a_mixture_of_types_gives_trees_the_bits_of_plain_decoding(wide: tuple[P
     assert torch.equal(mine, theirs)
 
 
-def test_a_device_s_kernel_writes_matrices_late(wide: tuple[Path, Path]) -> None:
+def test_a_devices_kernel_unpacks_matrices_on_demand(wide: tuple[Path, Path]) -> None:
     require_close(on_device(wide[0], Where(), torch.float32), on_cpu(wide[0], torch.float32))
 
 
 @pytest.mark.parametrize("kinds", ["Q4_K_M", "F16"])
-def test_a_plan_has_the_sizes_of_the_file(kinds: str, wide: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_plan_uses_the_files_sizes(kinds: str, wide: tuple[Path, Path], tmp_path: Path) -> None:
     file = wide[0]
     if kinds == "F16":
         file = tmp_path / "model.gguf"
@@ -164,12 +164,12 @@ def test_a_plan_has_the_sizes_of_the_file(kinds: str, wide: tuple[Path, Path], t
     assert (isinstance(planned.packed, Blocks) and planned.packed.kind in ("Q4_K", "Q6_K")) == (kinds != "F16")
 
 
-def test_a_draft_s_memory_is_that_of_its_numbers(wide: tuple[Path, Path]) -> None:
+def test_a_drafts_memory_follows_its_data_types(wide: tuple[Path, Path]) -> None:
     needs = [draft_needs(parse(DraftConfig, "d", ["--model", str(path), "--dtype", "float32"], {})) for path in wide]
     assert needs[0] == needs[1]
 
 
-def test_a_file_s_tokenizer_and_template(wide: tuple[Path, Path]) -> None:
+def test_a_files_tokenizer_and_template_are_used(wide: tuple[Path, Path]) -> None:
     mine, theirs = (load_tokenizer_files(path) for path in wide)
     text = "A tree of guesses, ünverified."
     assert Tokenizer(mine).encode(text) == Tokenizer(theirs).encode(text)
@@ -180,11 +180,11 @@ def test_a_file_s_tokenizer_and_template(wide: tuple[Path, Path]) -> None:
     )
 
 
-def test_norms_in_float32_are_no_conversion_to_speak_of(wide: tuple[Path, Path]) -> None:
+def test_norms_in_float32_are_no_reported_conversion(wide: tuple[Path, Path]) -> None:
     assert not conversion(Checkpoint.open(wide[0]).tensors.values(), torch.bfloat16)
 
 
-def test_a_file_is_identified_by_its_header_and_its_weights(wide: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_file_is_identified_by_its_header_and_weights(wide: tuple[Path, Path], tmp_path: Path) -> None:
     copy = shutil.copyfile(wide[0], tmp_path / "other.gguf")
     first = Checkpoint.open(wide[0])
     assert (first.name, Checkpoint.open(copy).name) == ("model.Q4_K_M", "other")
@@ -197,7 +197,7 @@ def test_a_file_is_identified_by_its_header_and_its_weights(wide: tuple[Path, Pa
         assert first.fingerprint() != Checkpoint.open(copy).fingerprint()
 
 
-def test_scaled_rotations_are_those_of_transformers(tmp_path: Path) -> None:
+def test_scaled_rotations_equal_transformers(tmp_path: Path) -> None:
     """As llama.cpp writes those of Llama 3.1, as factors; linear and yarn by their fields."""
     llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = LlamaConfig(**COMMON, rope_parameters={**llama3, "original_max_position_embeddings": 64})
@@ -291,7 +291,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"block_count": 3}, r"tensor blk\.2\.attn_q\.weight, which is .*layers\.2\.self_attn\.q_proj.*, is missing"),
     ],
 )
-def test_a_field_that_cannot_be_followed_is_named(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_an_unsupported_field_is_named(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     source, file = save_model(tmp_path / "source", MODELS["llama"]), tmp_path / "model.gguf"
     write_gguf(source, file, lambda _: "Q4_0", **fields)
     with pytest.raises(CheckpointError, match=message):
@@ -307,19 +307,19 @@ def small(file: Path, name: str, kind: str, architecture: str = "llama") -> Path
 
 
 @pytest.mark.parametrize("kind", ["IQ3_XXS", "IQ2_XXS", "TQ1_0", "MXFP4"])
-def test_a_type_that_is_not_supported_is_named_with_its_tensor(kind: str, tmp_path: Path) -> None:
+def test_an_unsupported_type_is_named_with_its_tensor(kind: str, tmp_path: Path) -> None:
     file = small(tmp_path / "model.gguf", "blk.0.attn_q.weight", kind)
     with pytest.raises(CheckpointError, match=rf"tensor blk\.0\.attn_q\.weight: its type must be .*IQ4_XS, got {kind}"):
         Checkpoint.open(file)
 
 
-def test_an_architecture_that_is_not_supported_is_named(tmp_path: Path) -> None:
+def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
     file = small(tmp_path / "model.gguf", "token_embd.weight", "Q8_0", "mamba")
     with pytest.raises(CheckpointError, match=r"general\.architecture must be one of llama, .*, got mamba"):
         load_config(file)
 
 
-def test_a_tensor_without_a_place_is_named(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
     """A bias of queries is added, and is not to be left out in silence."""
     source, file = save_model(tmp_path / "source", MODELS["qwen3"]), tmp_path / "model.gguf"
     tensors = tensors_of(source)
@@ -350,7 +350,7 @@ def test_a_damaged_file_is_refused(damage: Any, message: str, whole: Path, tmp_p
         Checkpoint.open(file)
 
 
-def test_a_file_of_a_hub_id(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_a_hub_id_is_found(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the layout of huggingface_hub's cache; never a file outside of it."""
     from huggingface_hub import constants
 
@@ -411,7 +411,7 @@ NUMBERS_LIST = struct.pack("<IQ2I", 4, 2, 5, 6)
     ],
     ids=["text", "long list", "nested", "split list", "split text", "template", "tool use", "tokens"],
 )
-def test_a_damaged_field_is_refused_without_reading_all(data: bytes, message: str, tmp_path: Path) -> None:
+def test_a_damaged_field_is_refused_without_reading_the_whole_file(data: bytes, message: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(data)
     tracemalloc.start()

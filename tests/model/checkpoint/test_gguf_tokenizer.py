@@ -74,14 +74,14 @@ def published(name: str) -> list[str]:
     return [piece for piece, _ in owner.backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)]
 
 
-def test_texts_are_split_as_transformers_splits_those_that_it_knows() -> None:
+def test_texts_are_split_like_transformers_does() -> None:
     assert not set(GGUF_PRE_TOKENIZER_SPLITS) - set(BY_NAME)
     for name in GGUF_PRE_TOKENIZER_SPLITS:
         assert pieces(name) == published(name), name
     assert len({tuple(pieces(split.split()[0])) for split in {each.names for each in BY_NAME.values()}}) == 9
 
 
-def test_digits_stand_alone_where_they_are_published_so() -> None:
+def test_digits_are_split_like_the_models_own_tokenizer() -> None:
     """SmolLM's, StarCoder's and Cohere's tokenizer.json have the library's Digits and GPT-2's expression."""
     steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     wanted = [piece for piece, _ in pre_tokenizers.Sequence(steps).pre_tokenize_str(TEXT)]
@@ -97,14 +97,14 @@ def test_digits_stand_alone_where_they_are_published_so() -> None:
         ("deepseek-coder", "It|'|s| a| = |1|2|3|4|5|漢字|(|x|).|\n|\n| | end"),
     ],
 )
-def test_deepseek_s_expressions(name: str, wanted: str) -> None:
+def test_deepseeks_expressions_split_texts(name: str, wanted: str) -> None:
     """As its tokenizer.json applies one after another."""
     text = "It's a = 12345漢字(x).\n\n  end"
     found = pre_tokenizer(BY_NAME[name]).pre_tokenize_str(text)
     assert "|".join(text[begin:end] for _, (begin, end) in found) == wanted
 
 
-def test_each_token_is_what_its_type_says(tmp_path: Path) -> None:
+def test_each_token_has_the_kind_of_its_type(tmp_path: Path) -> None:
     """Special, matched whole, or there to fill up embeddings, which a smaller model of the family fills up less."""
     files = load_tokenizer_files(write(tmp_path / "a.gguf", "smollm"))
     tokenizer = Tokenizer(files)
@@ -115,7 +115,7 @@ def test_each_token_is_what_its_type_says(tmp_path: Path) -> None:
     assert files.chat_template == "{{ messages }}"
 
 
-def test_what_goes_with_a_way_to_split(tmp_path: Path) -> None:
+def test_each_split_has_its_normalizer_and_settings(tmp_path: Path) -> None:
     """Llama 3's tokenizer takes a whole piece where it is a token, and begins with BOS; a file may say otherwise."""
     cases = [("llama-bpe", {}, [0, 10, 11]), ("llama-bpe", {"add_bos_token": False}, [10, 11])]
     cases += [
@@ -127,7 +127,7 @@ def test_what_goes_with_a_way_to_split(tmp_path: Path) -> None:
         assert Tokenizer(files).encode("abc12") == wanted
 
 
-def test_a_tokenizer_next_to_the_file_is_used_if_it_has_the_tokens_of_the_file(
+def test_a_tokenizer_next_to_the_file_is_used_if_its_tokens_match(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -158,12 +158,12 @@ def test_a_tokenizer_next_to_the_file_is_used_if_it_has_the_tokens_of_the_file(
         ({"bos_token_id": 14}, r"field tokenizer\.ggml\.bos_token_id must be 0 to 13, the tokens' numbers, got 14"),
     ],
 )
-def test_a_tokenizer_that_does_not_fit_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_match_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"a\.gguf: .*{message}"):
         load_tokenizer_files(write(tmp_path / "a.gguf", "qwen2", **fields))
 
 
-def test_a_header_has_what_the_library_reads(tmp_path: Path) -> None:
+def test_a_header_equals_what_the_library_reads(tmp_path: Path) -> None:
     file = write(tmp_path / "a.gguf", None)
     header, reader = read_gguf(file), gguf.GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}

@@ -39,7 +39,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     return folder, marker
 
 
-def test_code_of_a_checkpoint_is_never_run(hostile: tuple[Path, Path]) -> None:
+def test_code_in_a_checkpoint_is_never_run(hostile: tuple[Path, Path]) -> None:
     """transformers would ask on the terminal, and run it for a yes."""
     folder, marker = hostile
     for read in (load_config, load_tokenizer_files, lambda place: find_model(str(place))):
@@ -84,7 +84,7 @@ RUNNERS |= {"torch.load", "numpy.load", "np.load", "torch.hub.load", "commands.g
 
 
 @pytest.mark.slow
-def test_no_program_unpickles_evaluates_or_has_a_shell() -> None:
+def test_no_program_unpickles_evaluates_or_uses_a_shell() -> None:
     found = []
     for file, node in _parsed():
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -117,7 +117,7 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize("model", OUTSIDE)
-def test_a_hub_id_never_leads_out_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+def test_a_hub_id_never_leaves_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     if is_hub_id(model):
         with pytest.raises(CheckpointError):
@@ -139,7 +139,7 @@ def test_a_cache_entry_that_points_elsewhere_is_refused(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     "name", ["../outside.safetensors", "{root}/outside.safetensors", "a/../../outside.safetensors"]
 )
-def test_an_index_of_files_names_none_outside_its_folder(tmp_path: Path, name: str) -> None:
+def test_a_file_index_names_no_file_outside_its_folder(tmp_path: Path, name: str) -> None:
     folder = save_model(tmp_path / "model", TINY)
     file = next(folder.glob("*.safetensors"))
     (tmp_path / "outside.safetensors").write_bytes(file.read_bytes())

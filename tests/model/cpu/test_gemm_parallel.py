@@ -81,7 +81,7 @@ def test_few_rows_have_the_bits_of_many(seed: int, num_rows: int, outputs: int, 
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
-def test_no_rows_leave_no_trace(kind: torch.dtype) -> None:
+def test_products_of_no_rows_change_nothing(kind: torch.dtype) -> None:
     """Not even where the first row would be: memory that is not the result's."""
     matrix, around = numbers(random_numbers(1, GROUP, 64).to(kind)), np.full((LANES, GROUP), 7, np.float32)
     blocks = blocks_of(random_numbers(2, 0, 64).to(kind))
@@ -114,7 +114,7 @@ def before_a_wall(content: bytes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("is_few", [False, True])
-def test_products_on_processors_without_an_instruction_for_them(is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_on_processors_without_the_instruction(is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llvm_vectors, "has_feature", lambda _name: False)
     tile, few = gemm.tile_of(1, GROUP), gemm_parallel._tile_of(8)
 

@@ -125,7 +125,7 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 1000), values=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=4))
-def test_sums_as_large_as_they_get(seed: int, values: list[float]) -> None:
+def test_the_largest_possible_sums_are_exact(seed: int, values: list[float]) -> None:
     """All weights are the largest, with the signs of a row's numbers: sums of two in 16 bits hardly fit."""
     rng = np.random.default_rng(seed)
     numbers = torch.from_numpy(rng.choice(np.float32(values), (LANES, 2 * LINE)))
@@ -137,13 +137,13 @@ def test_sums_as_large_as_they_get(seed: int, values: list[float]) -> None:
     np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-4)
 
 
-def test_numbers_that_are_all_zero() -> None:
+def test_all_zero_numbers_are_handled() -> None:
     rows, matrix = rows_of(torch.zeros(3, LINE)), matrix_of(torch.zeros(5, LINE))
     assert (row_numbers(rows, 3) == 0).all()
     assert (matrix_numbers(matrix, 5) == 0).all()
 
 
-def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_on_processors_without_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llvm_vectors, "has_feature", lambda _name: False)
     tile = gemm_int8.tile_of(8)
 
@@ -170,7 +170,7 @@ def loaded(folder: Path, bits: str, dtype: str = "bfloat16") -> ResidentModel:
     return load_draft(Checkpoint.open(folder), (), dtype, CPU, bits=bits)
 
 
-def test_a_model_in_8_bits_is_near_itself_in_16(folder: Path) -> None:
+def test_a_model_in_8_bits_is_close_to_itself_in_16(folder: Path) -> None:
     """A random model's logits are wide apart: those of another one would differ by more than their size."""
     whole, in_8 = in_tree(loaded(folder, "16")), in_tree(loaded(folder, "8"))
     assert (in_8 - whole).abs().mean() < 0.3 * whole.abs().mean()
@@ -192,7 +192,7 @@ def test_other_rows_do_not_change_a_row_in_8_bits(folder: Path) -> None:
         assert torch.equal(in_tree(model, *others), alone)
 
 
-def test_vocabularies_that_do_not_fill_a_group(tmp_path: Path) -> None:
+def test_vocabularies_that_do_not_fill_a_group_are_handled(tmp_path: Path) -> None:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=99
     )
@@ -204,7 +204,7 @@ def test_vocabularies_that_do_not_fill_a_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_instruction", [True, False])
-def test_8_bits_where_they_are_possible(
+def test_8_bits_are_used_if_possible(
     has_instruction: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bough.model.backends.cpu.multiplies_bytes", lambda: has_instruction)

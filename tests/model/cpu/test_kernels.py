@@ -42,7 +42,7 @@ def names_of_numba(path: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_settings_of_the_compiler_stand_in_one_file() -> None:
+def test_compiler_settings_are_in_one_file() -> None:
     """What did not say how it may round took it over from a caller: exact sums were reordered."""
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
     assert [file for file in files if names_of_numba(file) & COMPILERS] == [ROOT / "bough/model/cpu/jit.py"]
@@ -59,7 +59,7 @@ def test_settings_of_the_compiler_stand_in_one_file() -> None:
         (jit.fastmath_inner, jit.FASTMATH),
     ],
 )
-def test_every_decorator_says_how_a_function_may_round(decorator: Any, fastmath: object) -> None:
+def test_every_decorator_states_its_rounding(decorator: Any, fastmath: object) -> None:
     options = decorator(add_to).targetoptions
     assert (options["fastmath"], options["nogil"], options["error_model"]) == (fastmath, True, "numpy")
 
@@ -68,7 +68,7 @@ def add_to(out: Any, number: Any) -> None:
     out[0] += number
 
 
-def test_a_function_is_called_by_a_pointer_to_it() -> None:
+def test_a_function_is_called_by_its_pointer() -> None:
     """Of arguments of other types the compiler knows before anything is called."""
     out = np.zeros(1)
     pointer = jit.pointer(jit.strict(add_to), out, 2.0)
@@ -86,7 +86,7 @@ def call_twice(function, out, number):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("head_dim", "window"), [(20, 0), (64, 0), (64, 7)])
-def test_a_nodes_attention_is_bitwise_that_of_its_path(head_dim: int, window: int, dtype: torch.dtype) -> None:
+def test_a_nodes_attention_has_the_bits_of_its_path(head_dim: int, window: int, dtype: torch.dtype) -> None:
     """Random trees of one tile or several, on contexts of any length, beside another session."""
     rng, shape = np.random.default_rng(0), KVShape(1, NUM_KV_HEADS, head_dim, dtype)
     rules = head_dim**-0.5, window, 3.0, torch.linspace(-1, 1, NUM_HEADS)
@@ -137,7 +137,7 @@ def test_nothing_is_read_beyond_keys_and_values(dtype: torch.dtype) -> None:
     assert torch.equal(found, expected)
 
 
-def test_numbers_in_float16_are_read_as_what_they_are() -> None:
+def test_float16_is_read_exactly() -> None:
     """All of them, with their signs; what is no number stays none."""
     bits = np.arange(2**16, dtype=np.uint16)
     found, expected = read_all(bits.view(np.int16)), bits.view(np.float16).astype(np.float32)
@@ -155,7 +155,7 @@ def read_all(numbers):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_in_16_bits_is_that_of_the_same_numbers_in_float32(dtype: torch.dtype) -> None:
+def test_attention_in_16_bits_equals_float32_of_the_same_numbers(dtype: torch.dtype) -> None:
     base, parents, head_dim = 37, [-1, 0, 0, 1, 1, 2], 20
     tree = Tree.of([1] * len(parents), parents, [0.0] * len(parents))
     held = torch.randn(2, base, NUM_KV_HEADS, head_dim).to(dtype)
@@ -190,18 +190,18 @@ def have_code(function: Any) -> set[bool]:
     return {compiled.library._has_code for compiled in function.overloads.values()}
 
 
-def test_what_only_compiled_code_calls_has_no_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_only_called_by_compiled_code_have_no_code_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(both, "_cache", NullCache())  # code loaded from disk would not compile what it calls
     assert both(2.0) == 8.0
     assert [have_code(function) for function in (both, _doubled, _added)] == [{True}, {False}, {False}]
 
 
-def test_python_runs_it_as_its_own() -> None:
+def test_python_can_run_compiled_functions_itself() -> None:
     """numba's own class would have ended the process."""
     assert _added(2.0, 3) == 4.0
 
 
-def test_other_versions_of_numba_compile_in_their_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_of_numba_compile_in_their_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
     codegen = cpu_target.target_context.codegen()
     monkeypatch.setattr(codegen, "__class__", JITCPUCodegen)
     monkeypatch.setattr(late_code, "TRIED_VERSION", (0, 0))

@@ -36,7 +36,7 @@ def matrices(seed: int, num_rows: int, outputs: int, inputs: int, dtype: torch.d
     dtype=st.sampled_from(DTYPES),
     has_bias=st.booleans(),
 )
-def test_a_product_is_right(
+def test_products_equal_the_reference(
     seed: int, num_rows: int, outputs: int, words: int, dtype: torch.dtype, has_bias: bool
 ) -> None:
     rows, matrix, bias = matrices(seed, num_rows, outputs, words * WORD_BYTES // dtype.itemsize, dtype)
@@ -52,7 +52,7 @@ def test_a_product_is_right(
     outputs=st.integers(1, 40),
     dtype=st.sampled_from(DTYPES),
 )
-def test_a_row_does_not_know_of_others(seed: int, cuts: list[int], outputs: int, dtype: torch.dtype) -> None:
+def test_rows_do_not_affect_each_other(seed: int, cuts: list[int], outputs: int, dtype: torch.dtype) -> None:
     """Any cutting of 90 rows into products gives the bits of the whole."""
     rows, matrix, bias = matrices(seed, 90, outputs, 128, dtype)
     whole = multiply(rows, matrix, bias)
@@ -62,7 +62,7 @@ def test_a_row_does_not_know_of_others(seed: int, cuts: list[int], outputs: int,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
     rows, matrix, bias = matrices(1, 70, 200, 256, dtype)
     before = numba.get_num_threads()
     try:
@@ -74,7 +74,7 @@ def test_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_shapes_are_kept_and_odd_addresses_read(dtype: torch.dtype) -> None:
+def test_shapes_are_kept_and_unaligned_addresses_read(dtype: torch.dtype) -> None:
     """safetensors promises no alignment beyond a number's own, and a slice begins anywhere."""
     rows, matrix, bias = matrices(2, 12, 24, 64, dtype)
     held = torch.empty(matrix.numel() + 1, dtype=dtype)
@@ -84,14 +84,14 @@ def test_shapes_are_kept_and_odd_addresses_read(dtype: torch.dtype) -> None:
     assert torch.equal(multiply(rows, matrix.t().contiguous().t(), bias), multiply(rows, matrix, bias))
 
 
-def test_what_cannot_be_multiplied_is_refused() -> None:
+def test_operands_that_cannot_be_multiplied_are_refused() -> None:
     assert not can_multiply(64, torch.float16)
     assert not can_multiply(41, torch.bfloat16)
     assert can_multiply(41, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_stays_so(dtype: torch.dtype) -> None:
+def test_infinities_and_nans_are_kept(dtype: torch.dtype) -> None:
     rows, matrix, _ = matrices(3, 5, 16, 64, dtype)
     rows[2, 7] = float("nan")
     result = multiply(rows, matrix, None)
@@ -122,7 +122,7 @@ def three_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_torch_cuts_between_rows(name: str, dtype: torch.dtype) -> None:
+def test_torch_splits_between_rows(name: str, dtype: torch.dtype) -> None:
     """With three threads of torch's own, silu of this has other bits: so batch_invariance computes it with one."""
     assert torch.get_num_threads() == WHOLE
     rows = matrices(4, 64, 1, 1408, dtype)[0] * 3
@@ -135,7 +135,7 @@ def test_torch_cuts_between_rows(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_a_librarys_products_have_all_threads() -> None:
+def test_a_librarys_products_use_all_threads() -> None:
     with all_threads():
         assert torch.get_num_threads() == numba.get_num_threads()
     assert torch.get_num_threads() == WHOLE

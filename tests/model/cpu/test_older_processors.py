@@ -33,7 +33,7 @@ def test_products_without_avx512(more: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(not has_feature("avx512bf16"), reason="this processor does not multiply bfloat16 by pairs")
-def test_products_by_pairs_as_on_amds() -> None:
+def test_products_by_pairs_like_on_amd() -> None:
     """Intel's processors have the instruction, and do without it."""
     own = llvmlite.binding.get_host_cpu_features()
     features = ",".join(f"{'+' if has else '-'}{name}" for name, has in own.items())

@@ -57,7 +57,7 @@ def tree_at(base: int, tree: Tree) -> Segment:
     ("heads", "kv_heads", "head_dim", "window", "softcap", "has_sinks"),
     [(6, 2, 16, 0, 0.0, False), (8, 1, 24, 20, 0.0, True), (2, 2, 64, 0, 5.0, False), (4, 2, 16, 70, 5.0, True)],
 )
-def test_the_kernel_equals_attention_by_mask(
+def test_the_kernel_equals_masked_attention(
     kernel: ModuleType,
     dtype: torch.dtype,
     heads: int,
@@ -78,7 +78,7 @@ def test_the_kernel_equals_attention_by_mask(
 
 
 @pytest.mark.parametrize("window", [0, 30])
-def test_a_row_is_bitwise_what_it_would_be_on_a_path_of_its_own(kernel: ModuleType, window: int) -> None:
+def test_a_row_has_the_bits_of_its_own_path(kernel: ModuleType, window: int) -> None:
     """The same keys as part of a tree, and one after another as decoding leaves them."""
     torch.manual_seed(4)
     tree, base, node = random_tree(np.random.default_rng(4), 14), 59, 13
@@ -109,7 +109,7 @@ def test_latents_are_keys_and_values(kernel: ModuleType, dtype: torch.dtype) -> 
     assert torch.equal(mine[node], kernel.attend_by_triton(queries[[node]], keys[path], values[path], alone, *rules)[0])
 
 
-def test_rows_that_nobody_has_written_do_no_harm(kernel: ModuleType) -> None:
+def test_unwritten_rows_have_no_effect(kernel: ModuleType) -> None:
     """A GPU's memory is whatever it was: NaN, of which the reference once made a sum, times a weight of 0."""
     torch.manual_seed(7)
     tree, base = random_tree(np.random.default_rng(7), 9), 20
@@ -139,7 +139,7 @@ class Loads:
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU does not tell what it loads")
-def test_rows_of_a_session_read_what_is_committed_together(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_session_read_the_same_committed_rows(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each tile, not for each row: 768 rows by 8,000 keys would be 25 GB a layer of a 70B."""
     loads, base, num_rows = Loads(monkeypatch), 20 * BLOCK, 16
     keys, values = torch.randn(2, base + num_rows, 1, 16, device=DEVICE, dtype=torch.float16)
@@ -160,7 +160,7 @@ def test_rows_of_a_session_read_what_is_committed_together(kernel: ModuleType, m
         pytest.param(3, 1, 16, 0, torch.float32, marks=pytest.mark.long),
     ],
 )
-def test_a_row_s_bits_are_the_same_among_any_rows(
+def test_a_rows_bits_do_not_depend_on_other_rows(
     kernel: ModuleType, heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype
 ) -> None:
     """Of two sessions' trees and a piece of context, whichever rows of them are in a chunk, and wherever in a tile."""
@@ -189,7 +189,7 @@ def test_a_row_s_bits_are_the_same_among_any_rows(
             assert torch.equal(alone, own[first:end]), (first, end)
 
 
-def test_what_is_no_number_on_one_path_is_of_no_concern_to_another(kernel: ModuleType) -> None:
+def test_nans_on_one_path_do_not_affect_another(kernel: ModuleType) -> None:
     """A guess that overflows would otherwise end the request: a draft may cost time, and nothing else."""
     torch.manual_seed(9)
     star = tree_at(40, Tree.of([1, 2, 3], [-1, 0, 0], [0.0] * 3))
@@ -230,7 +230,7 @@ SHARED_BYTES = {75: 65_536, 80: 166_912, 90: 232_448}  # that a program may have
 
 
 @pytest.mark.slow
-def test_the_kernel_compiles_for_gpus_that_are_not_here() -> None:
+def test_the_kernel_compiles_for_other_gpus() -> None:
     """Once: after that it is in the cache. Other cases are in `tests/loadtest/gpu/test_compile_kernels.py`."""
     environ = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", COMPILE, json.dumps(CASES)]

@@ -65,7 +65,7 @@ def steps_of(tree: Tree) -> StateSteps:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", [0, 9])
-def test_the_kernel_equals_the_cpu_s_and_torch_s_operations(take_steps: Any, begin: int) -> None:
+def test_the_kernel_equals_the_cpus_and_torchs_operations(take_steps: Any, begin: int) -> None:
     """Of a tree's rows from `begin` on, as where an earlier chunk had the others."""
     tree, rows = random_tree(14), Rows(14)
     steps = steps_of(tree)
@@ -81,7 +81,7 @@ def test_the_kernel_equals_the_cpu_s_and_torch_s_operations(take_steps: Any, beg
 
 
 @pytest.mark.slow
-def test_a_node_s_bits_are_those_of_its_path_in_whatever_pieces(take_steps: Any) -> None:
+def test_a_nodes_bits_are_its_paths_however_the_work_is_split(take_steps: Any) -> None:
     """In a tree, and as text in two pieces, between which the state goes on."""
     tree, rows = random_tree(12), Rows(12)
     steps = steps_of(tree)
@@ -97,7 +97,7 @@ def test_a_node_s_bits_are_those_of_its_path_in_whatever_pieces(take_steps: Any)
         assert torch.equal(in_tree[node], alone[-1]), node
 
 
-def test_states_are_read_and_written_only_where_a_branch_needs_them() -> None:
+def test_states_are_only_read_and_written_for_branches_that_need_them() -> None:
     """A chain keeps its state at hand to the end; a fork's is put down, and taken up again for the next branch."""
     assert chain_steps(4, WIDTH).on(DEVICE).table[:, 3:].tolist() == [[1, 0], [0, 0], [0, 0], [0, 1]]
     fork = steps_of(Tree.of([1, 2, 3, 4], [-1, 0, 0, 2], [0.0] * 4))

@@ -31,21 +31,21 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))
 
 
-def test_without_a_compiler_the_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(ConfigError, match=r"^--device: on cuda:0 Triton must compile.*Failed to find C compiler.*gcc"):
         ready.require_kernels(GPU, launch)
 
 
-def test_without_headers_the_flag_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_headers_name_the_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     paths = sysconfig.get_paths()
     monkeypatch.setattr(sysconfig, "get_paths", lambda *_, **__: {**paths, "include": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"^--device: on cuda:0 .*CalledProcessError.*Python\.h"):
         ready.require_kernels(GPU, launch)
 
 
-def test_without_triton_the_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_triton_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bough.model.gpu.attention_triton", None)
     monkeypatch.delattr(gpu, "attention_triton", raising=False)
     ready.kernels.cache_clear()
@@ -53,7 +53,7 @@ def test_without_triton_the_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         ready.require_kernels(GPU, launch)
 
 
-def test_sums_are_in_float32() -> None:
+def test_sums_are_computed_in_float32() -> None:
     """Their defaults let cuBLAS round partial sums, by the shape of a product."""
     products = torch.backends.cuda.matmul
     before = products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
@@ -67,7 +67,7 @@ def test_sums_are_in_float32() -> None:
         products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before
 
 
-def test_the_cpu_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_is_always_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel is tried for it, and sums stay as they are."""
     tried = []
     monkeypatch.setattr(ready, "require_kernels", lambda *_: tried.append("a kernel"))
@@ -76,7 +76,7 @@ def test_the_cpu_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not tried
 
 
-def test_a_gpu_whose_memory_others_have_is_not_taken_for_a_missing_compiler() -> None:
+def test_a_full_gpu_is_not_mistaken_for_a_missing_compiler() -> None:
     def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -163,7 +163,7 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_a_kernel_gives_the_reference_s_bits(name: str, dtype: torch.dtype) -> None:
+def test_the_kernel_gives_the_references_bits(name: str, dtype: torch.dtype) -> None:
     source, raw = CASES[name](np.random.default_rng(len(name)))
     wanted = source.value(raw, dtype, FreshMemory(CPU))
     found = by_kernel(source, raw, dtype)
@@ -229,7 +229,7 @@ def test_a_weight_costs_less_than_three_bytes_of_traffic(
     assert traffic.moved / out.numel() < most_moved, name
 
 
-def test_a_group_that_is_not_there_reads_nothing_beyond_the_table() -> None:
+def test_a_missing_group_reads_nothing_beyond_the_table() -> None:
     """A file that changes while a worker runs must not end a GPU's context."""
     source, raw = gptq(np.random.default_rng(0), 64, 16, 32, 4, True, 1)
     raw[3].view(torch.int32)[:2] = torch.tensor([1_000_000, -5])

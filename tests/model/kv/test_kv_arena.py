@@ -36,7 +36,7 @@ def require_whole(slot: KVSlot, mark: int) -> None:
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from("trg"), st.integers(0, 9), st.integers(1, 20)), max_size=40))
-def test_slots_keep_what_they_hold_wherever_they_are_moved(steps: list[tuple[str, int, int]]) -> None:
+def test_moved_slots_keep_their_content(steps: list[tuple[str, int, int]]) -> None:
     """Whatever is asked for succeeds as long as there are enough free rows in all, however they lie."""
     arena, slots = new_arena(), dict[int, KVSlot]()
     for number, (kind, which, num_rows) in enumerate(steps):
@@ -57,7 +57,7 @@ def test_slots_keep_what_they_hold_wherever_they_are_moved(steps: list[tuple[str
     assert arena.num_free == ROWS - sum(slot.num_rows for slot in slots.values())
 
 
-def test_a_slot_between_others_grows_into_all_the_room_there_is() -> None:
+def test_a_slot_between_others_grows_into_all_free_space() -> None:
     arena = new_arena()
     slots = {mark: arena.take(10) for mark in range(4)}
     for mark, slot in slots.items():
@@ -70,7 +70,7 @@ def test_a_slot_between_others_grows_into_all_the_room_there_is() -> None:
         require_whole(slot, mark)
 
 
-def test_the_check_sees_rows_of_two_owners() -> None:
+def test_the_check_detects_rows_with_two_owners() -> None:
     arena = new_arena()
     first, second = arena.take(10), arena.take(10)
     second.keys = first.keys[:, :9]
@@ -78,7 +78,7 @@ def test_the_check_sees_rows_of_two_owners() -> None:
         arena.check_integrity()
 
 
-def test_a_fork_copies_what_its_slot_lacks() -> None:
+def test_a_fork_copies_the_rows_that_its_slot_lacks() -> None:
     arena = new_arena()
     source, slot = arena.take(10), arena.take(12)
     fill(source, 3)
@@ -91,7 +91,7 @@ def test_a_fork_copies_what_its_slot_lacks() -> None:
     require_whole(slot, 3)
 
 
-def test_slots_that_grow_side_by_side_seldom_move(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_that_grow_together_seldom_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they stood close together, each step of one moved others: thirty rows for each new one.
 
     Up to three quarters of the memory a row is copied less than once for each that is taken.

@@ -65,7 +65,7 @@ def logits_of_draft(folder: Path, dtype: torch.dtype, is_compiled: bool) -> torc
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("logits_of", "most"), [(logits_of_target, 1.0), (logits_of_draft, 1.25)])
-def test_compiled_layers_are_as_near_the_truth_as_transformers(
+def test_compiled_layers_are_as_exact_as_transformers(
     family: str, logits_of: Callable[..., torch.Tensor], most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A norm, bias, window or half of a rotary embedding left out would put them many times further away."""
@@ -86,7 +86,7 @@ def test_packed_weights_pass_through_scratch_memory(tmp_path: Path) -> None:
     assert (mine - theirs).abs().mean() < 0.05 * theirs.std()
 
 
-def test_other_architectures_devices_and_data_types_go_by_way_of_transformers(tmp_path: Path) -> None:
+def test_other_architectures_devices_and_data_types_use_transformers(tmp_path: Path) -> None:
     other, llama = save_model(tmp_path / "gemma", Gemma2Config(**SIZES, head_dim=16)), save_model(tmp_path / "l", TINY)
     with streamed(other, torch.bfloat16) as model:
         assert model.arithmetic == "products of single rows"
@@ -96,9 +96,7 @@ def test_other_architectures_devices_and_data_types_go_by_way_of_transformers(tm
 
 
 @pytest.mark.parametrize("staged_rows", [0, 400])
-def test_a_sweep_that_fails_half_way_leaves_no_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged_rows: int
-) -> None:
+def test_a_failed_sweep_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged_rows: int) -> None:
     """In a layer that could not be read; keys and values in place, and coming with their layer."""
     folder = save_model(tmp_path / "model", TINY)
     with streamed(folder, torch.bfloat16, streams=InlineStreams(), host_layers=9, staged_rows=staged_rows) as model:
@@ -122,7 +120,7 @@ def test_a_sweep_that_fails_half_way_leaves_no_trace(
         assert torch.equal(model.sweep(again)[0], wanted)
 
 
-def test_weights_are_found_again_where_nobody_remembers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_found_again_without_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More layers in more slabs than are remembered."""
     folder = save_model(tmp_path / "model", TINY)
     with streamed(folder, torch.bfloat16) as model:

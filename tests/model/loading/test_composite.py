@@ -94,13 +94,13 @@ def greedy(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_text_is_what_the_whole_model_says(seeing: tuple[Path, list[int]]) -> None:
+def test_text_equals_that_of_the_whole_model(seeing: tuple[Path, list[int]]) -> None:
     folder, said = seeing
     assert greedy(folder) == said
 
 
 @pytest.mark.slow
-def test_names_may_be_those_of_older_files(seeing: tuple[Path, list[int]], tmp_path: Path) -> None:
+def test_names_of_older_files_are_accepted(seeing: tuple[Path, list[int]], tmp_path: Path) -> None:
     """As the first such checkpoints on the hub have them."""
     folder, said = seeing
     older = tmp_path / "older"
@@ -118,14 +118,14 @@ def test_names_may_be_those_of_older_files(seeing: tuple[Path, list[int]], tmp_p
     assert greedy(older) == said
 
 
-def test_it_can_be_planned_and_packed(seeing: tuple[Path, list[int]], tmp_path: Path) -> None:
+def test_a_composite_model_can_be_planned_and_packed(seeing: tuple[Path, list[int]], tmp_path: Path) -> None:
     folder, _ = seeing
     packed = pack(folder, 4, tmp_path / "packed")
     assert build_skeleton(Checkpoint.open(packed), torch.bfloat16).quantization is not None
     require_same_sizes(packed)
 
 
-def test_a_part_that_cannot_be_run_is_refused_by_name(seeing: tuple[Path, list[int]], tmp_path: Path) -> None:
+def test_an_unsupported_part_is_refused_by_name(seeing: tuple[Path, list[int]], tmp_path: Path) -> None:
     config = json.loads((seeing[0] / "config.json").read_text())
     config["text_config"]["head_dim"] = "sixteen"
     (tmp_path / "config.json").write_text(json.dumps(config))

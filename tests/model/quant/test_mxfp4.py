@@ -75,7 +75,7 @@ def opened(blocks: torch.Tensor, scales: torch.Tensor, folder: Path) -> ExpertSo
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-def test_every_number_with_every_exponent_is_what_transformers_reads(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_number_with_every_exponent_equals_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
     numbers = torch.arange(256, dtype=torch.uint8).view(16, 16)
     blocks = numbers[None, None].expand(2, 255, 16, 16).contiguous()
     scales = torch.arange(255, dtype=torch.uint8)[None, :, None].expand(2, 255, 16).contiguous()
@@ -88,7 +88,7 @@ def test_every_number_with_every_exponent_is_what_transformers_reads(dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_bits_do_not_depend_on_where_experts_are(dtype: torch.dtype, both: tuple[Path, Path]) -> None:
+def test_bits_do_not_depend_on_the_place_of_experts(dtype: torch.dtype, both: tuple[Path, Path]) -> None:
     """Read when rows choose them, with their layers, and kept in memory; in float32 those of the model written out."""
     packed, plain = both
     wanted = on_cpu(packed, dtype)
@@ -99,14 +99,14 @@ def test_the_bits_do_not_depend_on_where_experts_are(dtype: torch.dtype, both: t
         assert torch.equal(on_cpu(plain, dtype), wanted)
 
 
-def test_an_expert_comes_in_4_bits(both: tuple[Path, Path]) -> None:
+def test_an_expert_streams_in_4_bits(both: tuple[Path, Path]) -> None:
     weights = 3 * GPT_OSS.hidden_size * GPT_OSS.intermediate_size
     for layer in plan_of(both[0]).values():
         places = [place for slot in layer.each[1].slots for place in slot.source.places]
         assert sum(place.num_bytes for place in places) == weights * (4 + 8 / 32) / 8
 
 
-def test_a_device_s_kernel_writes_experts(both: tuple[Path, Path]) -> None:
+def test_a_devices_kernel_unpacks_experts(both: tuple[Path, Path]) -> None:
     where = Where(expert_slabs=4)
     require_close(on_device(both[0], where, torch.float32), on_cpu(both[0], torch.float32))
 
@@ -123,7 +123,7 @@ def said(both: tuple[Path, Path]) -> list[int]:
     return tokens
 
 
-def test_a_tree_is_accepted_along_what_transformers_says(both: tuple[Path, Path], said: list[int]) -> None:
+def test_a_tree_is_accepted_along_transformers_output(both: tuple[Path, Path], said: list[int]) -> None:
     tokens, parents = [PROMPT[-1]], [-1]
     for token in said[:-1]:
         parents += [max(0, len(tokens) - 1)] * 2
@@ -136,7 +136,7 @@ def test_a_tree_is_accepted_along_what_transformers_says(both: tuple[Path, Path]
     assert [int(logits[node].argmax()) for node in tree.path(len(tokens) - 1)] == said
 
 
-async def test_a_target_and_a_draft_of_it_say_what_plain_decoding_and_transformers_say(
+async def test_a_target_and_its_draft_give_plain_decoding_and_transformers_output(
     both: tuple[Path, Path], said: list[int], tmp_path: Path
 ) -> None:
     draft = published(tmp_path, seed=6)[0]
@@ -152,7 +152,7 @@ async def test_a_target_and_a_draft_of_it_say_what_plain_decoding_and_transforme
                 assert (end.speculation.num_draft_tokens == 0) is disabled
 
 
-def test_a_draft_of_it_without_layers_written_out_or_not(both: tuple[Path, Path]) -> None:
+def test_a_draft_with_dropped_layers_packed_or_unpacked(both: tuple[Path, Path]) -> None:
     """A substitute of one layer, whose packed experts share one buffer."""
     checkpoint = Checkpoint.open(both[0])
     kept, logits = kept_layers(checkpoint, (1,)), []
@@ -166,7 +166,7 @@ def test_a_draft_of_it_without_layers_written_out_or_not(both: tuple[Path, Path]
     assert torch.equal(*logits)
 
 
-def test_a_plan_has_the_sizes_of_the_files(both: tuple[Path, Path]) -> None:
+def test_a_plan_uses_the_files_sizes(both: tuple[Path, Path]) -> None:
     require_same_sizes(both[0])
 
 
@@ -179,7 +179,7 @@ def test_a_plan_has_the_sizes_of_the_files(both: tuple[Path, Path]) -> None:
         (lambda b, s: (b.view(torch.int8), s), r"x_blocks must be U8, got I8"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
+def test_tensors_of_wrong_shapes_are_named(
     change: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], message: str, tmp_path: Path
 ) -> None:
     blocks, scales = torch.zeros(2, 3, 2, 16, dtype=torch.uint8), torch.zeros(2, 3, 2, dtype=torch.uint8)
@@ -187,7 +187,7 @@ def test_tensors_that_do_not_fit_are_named(
         opened(*(tensor.contiguous() for tensor in change(blocks, scales)), tmp_path)
 
 
-def test_experts_of_another_shape_than_config_json_asks_for_are_named(both: tuple[Path, Path], tmp_path: Path) -> None:
+def test_experts_that_do_not_match_config_json_are_named(both: tuple[Path, Path], tmp_path: Path) -> None:
     tensors = tensors_of(both[0])
     for ending in ("_blocks", "_scales"):
         name = f"model.layers.1.mlp.experts.down_proj{ending}"

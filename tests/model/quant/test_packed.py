@@ -47,7 +47,7 @@ from tests.fakes.models import plain_logits, streamed
         ),
     ],
 )
-def test_layers_packed_by_the_libraries_themselves(name: str, quantization: WeightFormat) -> None:
+def test_layers_packed_by_the_libraries_are_read(name: str, quantization: WeightFormat) -> None:
     """tests/data/pack_layers.py says how they were made; `weight` is what the library multiplies by."""
     file = Path(__file__).parents[2] / "data" / f"{name}.safetensors"
     sources = logical_sources(Checkpoint(file.parent, read_header(file)), quantization)
@@ -67,7 +67,7 @@ def test_layers_packed_by_the_libraries_themselves(name: str, quantization: Weig
         (awq, 4, True, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
     ],
 )
-def test_community_checkpoints_load_as_they_are(
+def test_community_checkpoints_load_unchanged(
     tiny: Path,
     tmp_path: Path,
     make,
@@ -110,12 +110,12 @@ def test_community_checkpoints_load_as_they_are(
         ({"format": "gptq_v2"}, 0),
     ],
 )
-def test_zeros_are_those_of_the_version(named: dict[str, object], zero_offset: int) -> None:
+def test_zero_points_follow_the_formats_version(named: dict[str, object], zero_offset: int) -> None:
     """Files with an empty field were read as of the second version, and ones with the newer field as of the first."""
     assert GptqFormat.of({"bits": 4, **named}, "") == GptqFormat(4, zero_offset)
 
 
-def test_what_stays_in_another_data_type_is_converted_in_parts(
+def test_weights_that_stay_in_another_data_type_are_converted_in_parts(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole, the embeddings of a large vocabulary would stand in memory twice for a moment, which no budget counts."""
@@ -142,7 +142,7 @@ def test_what_stays_in_another_data_type_is_converted_in_parts(
         ("scales", lambda t: torch.cat((t, t[:1])), r"must have groups of equal size|must have shape"),
     ],
 )
-def test_packed_tensors_that_do_not_fit_one_another_are_named(
+def test_packed_tensors_that_do_not_match_are_named(
     tiny: Path,
     tmp_path: Path,
     part: str,
@@ -159,7 +159,7 @@ def test_packed_tensors_that_do_not_fit_one_another_are_named(
         build_skeleton(Checkpoint.open(folder), torch.float32)
 
 
-def test_outputs_that_are_no_whole_words_of_zeros_are_refused(tmp_path: Path) -> None:
+def test_outputs_that_do_not_fill_words_of_zeros_are_refused(tmp_path: Path) -> None:
     """Of GPTQ's zeros only whole words were asked for, and the kernel read beyond them."""
     file, format_ = tmp_path / "model.safetensors", GptqFormat(4, 1)
     tensors = {"qweight": (2, 12), "qzeros": (1, 1), "scales": (1, 12)}
@@ -175,7 +175,7 @@ def gptq_sources(folder: Path) -> list[Gptq]:
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])
-def test_groups_in_order_need_not_be_looked_up(is_ordered: bool, tiny: Path, tmp_path: Path) -> None:
+def test_groups_in_order_need_no_index(is_ordered: bool, tiny: Path, tmp_path: Path) -> None:
     """Most files name them though they are."""
     found = gptq_sources(in_words(tmp_path / "gptq", "gptq", is_ordered, tiny))
     assert len(found) == 7
@@ -183,7 +183,7 @@ def test_groups_in_order_need_not_be_looked_up(is_ordered: bool, tiny: Path, tmp
 
 
 @pytest.mark.parametrize("number", [-1, 2])
-def test_a_group_that_is_not_there_is_refused(number: int, tiny: Path, tmp_path: Path) -> None:
+def test_a_missing_group_is_refused(number: int, tiny: Path, tmp_path: Path) -> None:
     """A GPU's kernel would read beyond the table, which ends its context for good."""
     folder = in_words(tmp_path / "gptq", "gptq", False, tiny)
     tensors = load_file(folder / "model.safetensors")
@@ -193,14 +193,14 @@ def test_a_group_that_is_not_there_is_refused(number: int, tiny: Path, tmp_path:
         gptq_sources(folder)
 
 
-def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "short"
     np.zeros(3, np.int32).tofile(file)
     with pytest.raises(CheckpointError, match="ends after 3 of 8"):
         PackedTensors({}).unless_in_order(TensorPlace("g_idx", file, 0, 32, "I32", (8,)), 1)
 
 
-def test_scales_are_what_they_are_in_float16() -> None:
+def test_scales_in_float16_are_exact() -> None:
     """All that are finite, the smallest and 0 with their signs too."""
     halves = np.arange(2**16, dtype=np.uint16)
     halves = halves[np.isfinite(halves.view(np.float16))]
@@ -216,7 +216,7 @@ def _floats(halves):
     return out
 
 
-def test_numbers_are_rounded_to_float16_as_torch_does() -> None:
+def test_numbers_are_rounded_to_float16_like_by_torch() -> None:
     """At, beside and between all of its numbers, with their signs, and beyond them."""
     halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
     exact = halves[np.isfinite(halves)].astype(np.float32)
@@ -238,7 +238,7 @@ def _halves(numbers):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_value_is_written_where_it_stands(dtype: torch.dtype) -> None:
+def test_a_value_is_written_at_its_position(dtype: torch.dtype) -> None:
     """In float16 a whole matrix was made in float32 first: gigabytes beside all budgets for a large head."""
     out = torch.empty(3, 5, dtype=dtype)
     places: list[int] = []

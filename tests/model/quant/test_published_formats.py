@@ -63,7 +63,7 @@ def test_a_weight_has_the_bits_of_its_documented_layout(name: str, dtype: torch.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["W4A16, by g_idx", "W8A16", "int8", "FP8, tensors", "NVFP4"])
-def test_a_model_says_what_it_says_written_out(name: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_packed_model_gives_the_results_of_its_unpacked_weights(name: str, tiny: Path, tmp_path: Path) -> None:
     """Plain and with trees, streamed and from memory, in the same bits."""
     packed, plain = stored_as(name, tiny, tmp_path, torch.bfloat16)
     wanted = on_cpu(plain, torch.bfloat16)
@@ -73,14 +73,14 @@ def test_a_model_says_what_it_says_written_out(name: str, tiny: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["W4A16, asymmetric", "DeepSeek", "ModelOpt"])
-def test_experts_say_what_they_say_written_out(name: str, tmp_path: Path) -> None:
+def test_packed_experts_give_the_results_of_unpacked_ones(name: str, tmp_path: Path) -> None:
     packed, plain = stored_as(name, save_model(tmp_path / "mixtral", MIXTRAL), tmp_path, torch.bfloat16)
     with streamed(packed, torch.bfloat16, expert_slabs=8) as model:
         assert torch.equal(three_sweeps(model, CPU).float(), on_cpu(plain, torch.bfloat16))
     require_same_sizes(packed)
 
 
-def test_experts_of_fp8_in_one_tensor_say_what_they_say_written_out(tmp_path: Path) -> None:
+def test_fp8_experts_in_one_tensor_give_the_results_of_unpacked_ones(tmp_path: Path) -> None:
     """One of them comes at a time, too."""
     source, (quantization, store) = save_model(tmp_path / "qwen3", FAMILIES["qwen3 moe"]), FORMATS["DeepSeek"]
     packed, plain, rng = tensors_of(source), tensors_of(source), np.random.default_rng(8)
@@ -104,7 +104,7 @@ def test_experts_of_fp8_in_one_tensor_say_what_they_say_written_out(tmp_path: Pa
     "name",
     ["W4A16, asymmetric", "W4A16, by g_idx", "W4A16, channels", "FP8, tensors", "FP8, channels", "DeepSeek", "NVFP4"],
 )
-def test_a_plan_has_the_sizes_of_the_files(name: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_plan_uses_the_files_sizes(name: str, tiny: Path, tmp_path: Path) -> None:
     require_same_sizes(stored_as(name, tiny, tmp_path, torch.bfloat16)[0])
 
 
@@ -180,12 +180,12 @@ def weights(**changed: Any) -> dict[str, Any]:
         ({**FP8, "weight_block_size": [128, 0]}, r"weight_block_size: must be the outputs and inputs of a block"),
     ],
 )
-def test_what_a_configuration_may_not_ask_for_is_named(quantization: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_of_a_configuration_are_named(quantization: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         format_of(PretrainedConfig(quantization_config=quantization), Path())
 
 
-def test_modelopt_s_own_file_counts_where_config_json_says_nothing(tmp_path: Path) -> None:
+def test_modelopts_own_file_is_used_if_config_json_has_no_settings(tmp_path: Path) -> None:
     file, config = tmp_path / "hf_quant_config.json", PretrainedConfig()
     fields = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
     file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": fields}))
@@ -225,7 +225,7 @@ def test_modelopt_s_own_file_counts_where_config_json_says_nothing(tmp_path: Pat
         ("DeepSeek", "", lambda t: t[None], r"x\.weight must be a matrix, got shape \[1, 100, 96\]"),
     ],
 )  # fmt: skip
-def test_a_tensor_that_is_missing_or_does_not_fit_is_named(
+def test_a_missing_or_wrong_tensor_is_named(
     name: str, ending: str, change: Callable[[torch.Tensor], torch.Tensor] | None, message: str, tmp_path: Path
 ) -> None:
     quantization, store = FORMATS[name]
@@ -237,13 +237,13 @@ def test_a_tensor_that_is_missing_or_does_not_fit_is_named(
         opened(tensors, quantization, tmp_path)
 
 
-def test_experts_without_a_scale_each_are_named(tmp_path: Path) -> None:
+def test_experts_without_their_own_scales_are_named(tmp_path: Path) -> None:
     tensors = {"x_proj": torch.zeros(2, 8, 8).to(torch.float8_e4m3fn), "x_proj_scale_inv": torch.ones(3)}
     with pytest.raises(CheckpointError, match=r"x_proj and x_proj_scale_inv must have .* \[2, 8, 8\] and \[3\]"):
         opened(tensors, FP8, tmp_path)
 
 
-def test_a_tensor_that_no_group_targets_is_named(tmp_path: Path) -> None:
+def test_a_tensor_without_a_target_group_is_named(tmp_path: Path) -> None:
     quantization = compressed("pack-quantized", INT4)
     quantization["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]
     tensors = words(4, GROUP)(100, 96, np.random.default_rng(0)).tensors
@@ -251,7 +251,7 @@ def test_a_tensor_that_no_group_targets_is_named(tmp_path: Path) -> None:
         opened({f"x.{ending}": tensor for ending, tensor in tensors.items()}, quantization, tmp_path)
 
 
-def test_group_indices_that_were_never_set_are_none(tmp_path: Path) -> None:
+def test_unset_group_indices_are_ignored(tmp_path: Path) -> None:
     """The library once wrote -1 for each input of a weight whose groups are consecutive."""
     stored = words(4, GROUP)(8, 96, np.random.default_rng(0))
     tensors = {f"x.{ending}": tensor for ending, tensor in stored.tensors.items()}

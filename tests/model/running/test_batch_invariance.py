@@ -21,7 +21,7 @@ from tests.fakes.models import CPU, decode, new_slot, plain_logits, streamed
 from tests.fakes.tiers import long_but
 
 
-def test_a_sweep_of_context_alone_needs_no_logits(tiny: Path) -> None:
+def test_a_sweep_of_context_only_computes_no_logits(tiny: Path) -> None:
     """A prompt longer than a sweep once failed in the output head, which had no rows."""
     with streamed(tiny, torch.float32) as model:
         slot = new_slot(model)
@@ -29,7 +29,7 @@ def test_a_sweep_of_context_alone_needs_no_logits(tiny: Path) -> None:
         assert logits.shape[0] == 0
 
 
-def test_a_committed_path_is_bitwise_what_decoding_would_have_left(tiny: Path) -> None:
+def test_a_committed_path_has_the_bits_of_decoding(tiny: Path) -> None:
     """Compaction moves KV; what follows must not be able to tell."""
     rng = np.random.default_rng(2)
     with streamed(tiny, torch.bfloat16) as model:
@@ -81,15 +81,13 @@ def cases() -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", long_but([torch.bfloat16], [torch.bfloat16, torch.float32]), ids=str)
 @pytest.mark.parametrize("family", QUICK)
-def test_logits_of_the_reference_are_bitwise_those_of_plain_decoding(
-    family: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_the_references_logits_have_the_bits_of_plain_decoding(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     with computing_by("reference"):
-        test_logits_are_bitwise_those_of_plain_decoding(family, dtype, tmp_path)
+        test_logits_have_the_bits_of_plain_decoding(family, dtype, tmp_path)
 
 
 @pytest.mark.parametrize(("family", "dtype"), cases())
-def test_logits_are_bitwise_those_of_plain_decoding(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_logits_have_the_bits_of_plain_decoding(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of every node on a path of a random tree, which is at any place among others of random sessions, and contexts."""
     rng = np.random.default_rng(list(FAMILIES).index(family))
     text = rng.integers(0, 256, 69).tolist()  # as both sessions that are looked at begin: it is decoded once

@@ -77,7 +77,7 @@ def batch_of(slots: list[KVSlot], sizes: tuple[int, int]) -> Batch:
 
 
 @torch.inference_mode()
-def test_a_replayed_step_is_the_step(model: ResidentModel) -> None:
+def test_a_replayed_step_equals_the_step(model: ResidentModel) -> None:
     """Sessions side by side, in steps padded to several sizes, against what runs on the CPU otherwise."""
     graphed, plain = (slots_in(model, memory_of(model)) for _ in range(2))
     steps = steps_over(model, graphed[0].memory)
@@ -95,7 +95,7 @@ def test_a_replayed_step_is_the_step(model: ResidentModel) -> None:
             torch.testing.assert_close(mine_rows[:, held], theirs_rows[:, held], atol=2e-4, rtol=1e-4)
 
 
-def test_padding_writes_to_nobody_s_rows(model: ResidentModel) -> None:
+def test_padding_writes_to_no_sessions_rows(model: ResidentModel) -> None:
     slots = slots_in(model, memory_of(model))
     steps = steps_over(model, slots[0].memory)
     slots[0].memory.keys.fill_(7.0)
@@ -106,7 +106,7 @@ def test_padding_writes_to_nobody_s_rows(model: ResidentModel) -> None:
     assert written == [slots[1].begin + row for row in (5, 6, 7)]
 
 
-def test_what_was_not_captured_goes_the_other_way(model: ResidentModel) -> None:
+def test_steps_that_were_not_captured_run_without_a_graph(model: ResidentModel) -> None:
     """Too many rows, too deep a tree, and sessions in other memory."""
     slots = slots_in(model, memory_of(model))
     steps = steps_over(model, slots[0].memory)
@@ -119,7 +119,7 @@ def test_what_was_not_captured_goes_the_other_way(model: ResidentModel) -> None:
     assert steps.has(Batch([Segment.tree(slots[0], 0, Tree.root(1))], None, CPU))
 
 
-def test_every_device_is_captured_in_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_device_is_captured_in_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's default stream for captures is made once in a process: on the second GPU it would capture nothing."""
     streams, graph = [MagicMock(name="cuda:0"), MagicMock(name="cuda:1")], MagicMock()
     monkeypatch.setattr(torch.cuda, "Stream", MagicMock(side_effect=streams))
@@ -132,7 +132,7 @@ def test_every_device_is_captured_in_a_stream_of_its_own(monkeypatch: pytest.Mon
     assert [call.args[2] for call in graph.call_args_list] == [streams[0]] * 2 + [streams[1]] * 2
 
 
-def test_where_no_graph_can_be_captured_steps_go_on_without(
+def test_steps_run_without_graphs_if_capture_is_impossible(
     model: ResidentModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Here for want of CUDA."""

@@ -36,7 +36,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_auto_takes_a_gpu_where_there_is_one(two_gpus: None) -> None:
+def test_auto_uses_a_gpu_if_there_is_one(two_gpus: None) -> None:
     assert [choose_device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == [
         GPU,
         torch.device("cpu"),
@@ -70,7 +70,7 @@ def test_a_gpu_that_torch_cannot_use_is_reported(
     assert len(caplog.records) == is_here, "who asks for the CPU knows"
 
 
-def test_host_memory_means_nothing_on_the_cpu(tiny: Path) -> None:
+def test_host_memory_has_no_effect_on_a_cpu(tiny: Path) -> None:
     flags = ["--model", str(tiny), "--device", "cpu", "--host-memory", "1GB"]
     with pytest.raises(ConfigError, match=r"--host-memory: must be left out on the CPU, .* got 1\.00 GB"):
         TargetWorker(parse(TargetConfig, "t", flags, {}), "t")
@@ -118,7 +118,7 @@ def test_kv_on_the_host_leaves_the_device_to_layers(free: None, tiny: Path) -> N
         choose_places(sizes, there, gpu_settings("--host-memory", "5GB"), GPU)
 
 
-def test_layers_from_disk_need_host_memory_to_pass_through(free: None) -> None:
+def test_layers_on_disk_need_host_memory_for_the_ring(free: None) -> None:
     with pytest.raises(ConfigError, match=r"--host-memory: must be at least 3\.40 GB, .* for 2 of them, got 1\.00 GB"):
         choose_places([1_700_000_000] * 80, Fixed(0, 0, 0, 0), gpu_settings("--host-memory", "1GB"), GPU)
     with pytest.raises(ConfigError, match=r"--host-memory: must be at least 5\.40 GB, .* for 2 of them, got 4\.00 GB"):
@@ -126,7 +126,7 @@ def test_layers_from_disk_need_host_memory_to_pass_through(free: None) -> None:
 
 
 @pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
-def test_processors_that_round_otherwise_have_other_names(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_that_round_differently_have_other_names(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's kernels are chosen by an instruction that ours may do without; sessions stay where they are then."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     names = []

@@ -28,7 +28,7 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def test_weights_are_the_best_of_the_filtered_distribution_and_above_0() -> None:
+def test_weights_are_the_largest_of_the_filtered_distribution_and_above_0() -> None:
     tokens, weights = draft_weights(LOGITS, SamplingParams(temperature=0.5, top_k=4), 3)
     assert tokens.tolist() == [1, 3, 0]
     exps = np.exp(LOGITS / 0.5)[[1, 3, 0]]
@@ -38,7 +38,7 @@ def test_weights_are_the_best_of_the_filtered_distribution_and_above_0() -> None
 
 
 @pytest.mark.parametrize("vocab_size", [2, 6, 500])
-def test_at_temperature_0_children_are_the_best_in_their_order(vocab_size: int) -> None:
+def test_at_temperature_0_children_are_the_best_in_order(vocab_size: int) -> None:
     logits = np.random.default_rng(1).normal(size=vocab_size)
     tokens, weights = draft_weights(logits, SamplingParams(temperature=0.0), 64)
     assert np.isfinite(weights).all()
@@ -54,7 +54,7 @@ def test_at_temperature_0_children_are_the_best_in_their_order(vocab_size: int) 
 @pytest.mark.parametrize(
     "filters", [{"top_p": 0.5}, {"top_p": 0.95}, {"top_k": 7}, {"min_p": 0.01}, {"temperature": 0.0}, {}]
 )
-def test_many_nodes_are_weighted_as_each_alone(filters: dict[str, float]) -> None:
+def test_many_nodes_are_weighted_like_single_ones(filters: dict[str, float]) -> None:
     """Filters see all tokens that are considered, more than are kept of them."""
     rng = np.random.default_rng(1)
     values = -np.sort(0.8 * np.log(np.arange(1, 257)) + rng.gumbel(size=(5, 256)), axis=1).astype(np.float32)
@@ -68,17 +68,17 @@ def test_many_nodes_are_weighted_as_each_alone(filters: dict[str, float]) -> Non
         assert np.exp(found.log_probs[row][kept]) == pytest.approx(weights, rel=1e-5)
 
 
-def test_logits_that_are_no_numbers_are_an_error() -> None:
+def test_nan_logits_are_an_error() -> None:
     with pytest.raises(Unavailable, match="draft's logits are not numbers"):
         draft_weights(np.array([0.0, np.nan]), SamplingParams(), 8)
 
 
-def test_a_request_that_bans_all_that_the_draft_knows_is_not_the_drafts_fault() -> None:
+def test_a_request_that_bans_all_the_drafts_tokens_is_not_the_drafts_fault() -> None:
     with pytest.raises(InvalidRequest, match="must leave a token of the draft's vocabulary"):
         draft_weights(np.full(2, -np.inf), SamplingParams(), 8)
 
 
-def test_without_replacement_is_drawing_one_after_another() -> None:
+def test_sampling_without_replacement_equals_successive_draws() -> None:
     """Chi-square with 5 degrees of freedom; passed by chance once in 10^9."""
     drawn = without_replacement(np.tile(TOKENS, (NUM, 1)), np.tile(PROBS, (NUM, 1)), 2, 6, generator(3, 0, 0))
     counts = Counter(map(tuple, drawn.tolist()))
@@ -88,7 +88,7 @@ def test_without_replacement_is_drawing_one_after_another() -> None:
     assert chi_square(np.array([counts[int(TOKENS[i]), int(TOKENS[j])] for i, j in pairs]), probs) < 52
 
 
-def test_what_is_exhausted_goes_on_with_the_other_tokens() -> None:
+def test_an_exhausted_sample_continues_with_the_other_tokens() -> None:
     """All of the vocabulary in the end; a token of probability 0 comes no sooner than one that is not listed."""
     counts = np.zeros(6)
     for index in range(4000):
@@ -100,7 +100,7 @@ def test_what_is_exhausted_goes_on_with_the_other_tokens() -> None:
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 2), st.integers(0, 2**31))
-def test_no_two_rounds_or_places_share_numbers(seed: int, round_: int, index: int) -> None:
+def test_rounds_and_positions_do_not_share_random_numbers(seed: int, round_: int, index: int) -> None:
     """Nor does the noise that the text is drawn with, whatever its position."""
 
     def raw(round_: int, index: int) -> set[int]:
@@ -119,7 +119,7 @@ def test_no_two_rounds_or_places_share_numbers(seed: int, round_: int, index: in
     st.sampled_from([{}, {"top_p": 0.8}, {"top_k": 2}, {"min_p": 0.2}]),
     st.booleans(),
 )
-def test_candidates_have_log_probabilities_whatever_tails_the_logits_have(
+def test_candidates_have_log_probabilities_for_any_logits(
     values: list[float], temperature: float, filters: dict[str, float], is_perturbed: bool
 ) -> None:
     """Descending ones of a draft's row; those without a chance, and rows without any, are -inf, and nothing is NaN."""

@@ -55,7 +55,7 @@ def test_draws_follow_the_filtered_distribution(params: SamplingParams) -> None:
     assert ((counts[probs > 0] - expected) ** 2 / expected).sum() < 60
 
 
-def test_filters_keep_what_their_definitions_say() -> None:
+def test_filters_follow_their_definitions() -> None:
     probs = softmax(LOGITS)
     kept = {
         "top_k": np.isfinite(filtered(LOGITS, SamplingParams(top_k=2))),
@@ -68,7 +68,7 @@ def test_filters_keep_what_their_definitions_say() -> None:
     assert kept["min_p"].tolist() == (probs >= 0.2 * probs.max()).tolist()
 
 
-def test_top_n_sigma_keeps_what_is_within_so_many_deviations_of_the_largest() -> None:
+def test_top_n_sigma_keeps_tokens_within_n_deviations_of_the_largest() -> None:
     """As llama.cpp's: banned tokens do not count, temperature changes nothing, and 0 or -1 excludes nothing."""
     logits = np.array([-np.inf, *LOGITS, -np.inf])
     for sigmas in (0.3, 1.0, 1.5, 4.0):
@@ -83,7 +83,7 @@ def test_top_n_sigma_keeps_what_is_within_so_many_deviations_of_the_largest() ->
     assert not np.isfinite(within_deviations(np.full(3, -np.inf), SamplingParams(top_n_sigma=1.0))).any()
 
 
-def test_top_n_sigma_of_a_drafts_rows_excludes_what_the_targets_does() -> None:
+def test_top_n_sigma_excludes_the_same_tokens_for_a_draft_as_for_the_target() -> None:
     rows = np.random.default_rng(2).normal(size=(5, 300)).astype(np.float32)
     params = SamplingParams(0.8, top_n_sigma=1.2)
     kept = within_deviations(rows, params)
@@ -96,7 +96,7 @@ def test_top_n_sigma_of_a_drafts_rows_excludes_what_the_targets_does() -> None:
     "params",
     [SamplingParams(0.7, 5), SamplingParams(top_p=0.8), SamplingParams(min_p=0.1), SamplingParams(2.0, 7, 0.6, 0.2)],
 )  # fmt: skip
-def test_rows_of_a_draft_are_filtered_as_the_targets(params: SamplingParams) -> None:
+def test_a_drafts_rows_are_filtered_like_the_targets(params: SamplingParams) -> None:
     """Each row alone, ties too; a row without numbers excludes nothing, as a damaged draft is no error."""
     rows = -np.sort(-np.round(np.random.default_rng(0).normal(size=(6, 40)), 1))
     for row, expected in zip(filtered(rows, params), rows, strict=True):
@@ -107,7 +107,7 @@ def test_rows_of_a_draft_are_filtered_as_the_targets(params: SamplingParams) -> 
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 4.0])
-def test_a_large_vocabulary_is_drawn_from_as_a_small_one(spread: float) -> None:
+def test_a_large_vocabulary_is_sampled_like_a_small_one(spread: float) -> None:
     """Tokens left out of sorting and noise could not have been drawn, also with flat distributions and ties."""
     logits = np.round(np.random.default_rng(0).normal(size=5000) * spread, 1)
     for position in range(40):
@@ -141,19 +141,19 @@ def test_a_draw_from_a_large_vocabulary_sorts_little_and_makes_little_noise(monk
     assert max(sizes) <= 2000
 
 
-def test_greedy_takes_the_best_and_noise_depends_on_seed_and_position_alone() -> None:
+def test_greedy_sampling_takes_the_best_and_noise_depends_on_seed_and_position_only() -> None:
     assert draw(LOGITS, SamplingParams(temperature=0.0), 5) == 0
     assert np.array_equal(gumbel_noise(3, 7, 10), gumbel_noise(3, 7, 20)[:10])
     assert not np.array_equal(gumbel_noise(3, 7, 10), gumbel_noise(3, 8, 10))
     assert not np.array_equal(gumbel_noise(3, 7, 10), gumbel_noise(4, 7, 10))
 
 
-def test_the_noise_of_a_position_is_what_it_always_was() -> None:
+def test_the_noise_of_a_position_never_changes() -> None:
     """The first values for one key: a change here changes every user's sampled output."""
     assert gumbel_noise(42, 1, 3) == pytest.approx([-0.455803, -0.357506, 1.384255], abs=1e-6)
 
 
-def test_penalties_and_bias() -> None:
+def test_penalties_and_bias_follow_their_definitions() -> None:
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 4.0})
     result = adjusted(LOGITS, params, TokenCounts.of([0, 4, 1, 1], 2))
     assert result.tolist() == [1.0, 0.5 - 0.5 - 0.5, 0.5, 4.0, -2.0, -3.0]
@@ -179,7 +179,7 @@ def recounted(logits: np.ndarray, params: SamplingParams, history: list[int], pr
     st.floats(-2.0, 2.0),
     st.floats(-2.0, 2.0),
 )
-def test_counts_that_grow_along_a_path_are_those_counted_anew_to_the_bit(
+def test_counts_along_a_path_equal_new_counts_bit_for_bit(
     held: list[int], path: list[int], prompt_length: int, repetition: float, presence: float, frequency: float
 ) -> None:
     params = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
@@ -190,7 +190,7 @@ def test_counts_that_grow_along_a_path_are_those_counted_anew_to_the_bit(
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 40, 100])
-def test_alternatives_are_those_that_sorting_the_vocabulary_gives(num_top: int) -> None:
+def test_alternatives_equal_those_of_a_sorted_vocabulary(num_top: int) -> None:
     """Of equals the lower token comes first, and what has no chance comes last."""
     rng = np.random.default_rng(num_top)
     for _ in range(200):
@@ -205,7 +205,7 @@ def test_alternatives_are_those_that_sorting_the_vocabulary_gives(num_top: int) 
         assert entry.token.logprob == logits[7] - normaliser
 
 
-def test_no_alternatives_need_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_alternatives_nothing_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the sweep thread that would sort a vocabulary for every token."""
 
     def refuse(*_: object, **__: object) -> None:
@@ -222,7 +222,7 @@ def test_no_alternatives_need_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
     st.sampled_from([{}, {"top_p": 0.9, "min_p": 0.01, "top_k": 5}, {"repetition_penalty": 1.5}]),
     st.integers(0, 99),
 )
-def test_every_draw_is_a_token_that_has_a_chance(
+def test_every_drawn_token_has_a_probability(
     logits: list[float], temperature: float, changes: dict[str, Any], position: int
 ) -> None:
     """Whatever tails of no chance at all the logits have, before penalties and after them."""
@@ -238,13 +238,13 @@ def test_every_draw_is_a_token_that_has_a_chance(
     assert not any(np.isnan(other.logprob) for other in top.top)
 
 
-def test_a_banned_token_is_never_drawn_however_hot_it_gets() -> None:
+def test_a_banned_token_is_never_drawn_at_any_temperature() -> None:
     params = SamplingParams(temperature=1e4, logit_bias={0: BANNED, 3: BANNED})
     drawn = {draw(adjusted(LOGITS, params, TokenCounts.of([], 0)), params, position) for position in range(400)}
     assert drawn == {1, 2, 4, 5}
 
 
-def test_logits_that_are_no_numbers_are_an_error_and_not_a_token() -> None:
+def test_nan_logits_are_an_error_and_not_a_token() -> None:
     with pytest.raises(Unavailable, match="not numbers"):
         draw(np.array([np.nan, 1.0]), SamplingParams(), 3)
 

@@ -81,7 +81,7 @@ def test_a_card_of_24_gb_keeps_34_layers_of_a_70b_in_4_bits(awq_70b: Path, monke
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
 
 
-def test_of_what_is_unpacked_one_matrix_has_room(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_unpacked_matrix_has_room(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer in 16 bits is 1.7 GB, as many as three or four in 4 bits."""
     placement = placed(monkeypatch, awq_70b, "--kv-memory", "2GB")
     assert placement.fixed.scratch == 2 * 8192 * 28672
@@ -89,7 +89,7 @@ def test_of_what_is_unpacked_one_matrix_has_room(awq_70b: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("num_sessions", [1, 2, 4])
-def test_kv_memory_is_given_in_sessions(num_sessions: int, awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_memory_can_be_given_in_sessions(num_sessions: int, awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which each takes layers from the card, by what its tokens take."""
     flags = "--max-context", "8000", "--max-nodes", "192"
     placement = placed(monkeypatch, awq_70b, *flags, "--kv-sessions", str(num_sessions))
@@ -97,7 +97,7 @@ def test_kv_memory_is_given_in_sessions(num_sessions: int, awq_70b: Path, monkey
     assert len(placement.layers(Tier.RESIDENT)) >= 42 - 7 * num_sessions
 
 
-def test_kv_memory_is_given_once(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_memory_is_counted_once(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = "--kv-sessions", "2", "--kv-memory", "4GB"
     with pytest.raises(ConfigError, match=r"^--kv-sessions: must be left out with --kv-memory \(4.00 GB\), .*, got 2"):
         placed(monkeypatch, awq_70b, *flags)
@@ -112,7 +112,7 @@ def test_the_ring_to_the_host_leaves_its_memory_to_layers() -> None:
     assert small.num_host_slabs > HOST_SLABS, "of small layers as many are ahead as before"
 
 
-def test_rows_and_data_type_are_those_of_device_and_checkpoint() -> None:
+def test_rows_and_data_type_follow_device_and_checkpoint() -> None:
     config, settings = llama_70b(dtype="float16"), parse(TargetConfig, "t", ["--model", "m"], {})
     assert [settled(settings, config, where).dtype for where in ("cuda", "cpu")] == ["float16", "bfloat16"]
     assert [settled(settings, config, where).rows for where in ("cuda", "cpu")] == [GPU_ROWS, 64]
@@ -134,7 +134,7 @@ def test_a_conversion_is_reported() -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_embeddings_are_the_host_s_unless_the_head_is_the_same_matrix(is_tied: bool, tmp_path: Path) -> None:
+def test_embeddings_are_on_the_host_unless_the_head_shares_their_matrix(is_tied: bool, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", LlamaConfig(**{**TINY.to_dict(), "tie_word_embeddings": is_tied}))
     skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
     assert embeddings_for_host(skeleton.model, "cpu") is None
@@ -143,7 +143,7 @@ def test_embeddings_are_the_host_s_unless_the_head_is_the_same_matrix(is_tied: b
     assert shapes.host_bytes == host_bytes(skeleton, "cuda")
 
 
-def test_float16_on_the_device_is_near_what_the_cpu_says(tmp_path: Path) -> None:
+def test_float16_on_the_device_is_close_to_the_cpus_results(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", FAMILIES["llama"])
     mine, theirs = on_device(folder, Where(), torch.float16), on_cpu(folder, torch.float32)
     assert float((mine - theirs).abs().max()) < 0.02 * float(theirs.abs().max())
@@ -157,7 +157,7 @@ def with_default_context(num_positions: int, memory: int, *flags: str) -> Target
     return with_kv_memory(config, SHAPE, num_positions, memory, 0)
 
 
-def test_the_default_context_is_the_models_own_where_memory_holds_it() -> None:
+def test_the_default_context_is_the_models_own_if_memory_allows() -> None:
     """It was 2,048 tokens, whatever the model: fewer than the first request of an agent."""
     config = with_default_context(8192, 24 * GB)
     assert config.max_context == 8192
@@ -165,7 +165,7 @@ def test_the_default_context_is_the_models_own_where_memory_holds_it() -> None:
     assert with_default_context(8192, 64 * GB, "--kv-memory", "8GB").max_context == 8192
 
 
-def test_the_default_context_is_what_kv_memory_holds_where_that_is_less() -> None:
+def test_the_default_context_is_what_kv_memory_holds_if_that_is_less() -> None:
     config = with_default_context(131_072, 24 * GB)
     assert (config.kv_memory, config.max_context) == (3 * GB, 8448)
     assert TargetLimits.of(config, 131_072).num_rows(SHAPE.row_bytes, config.kv_memory) >= 8448 + 512
@@ -173,14 +173,14 @@ def test_the_default_context_is_what_kv_memory_holds_where_that_is_less() -> Non
     assert with_default_context(131_072, 4 * GB).max_context == 2048, "the least, for which there was room before"
 
 
-def test_max_context_is_followed_up_to_the_models_own_limit() -> None:
+def test_max_context_is_accepted_up_to_the_models_own_limit() -> None:
     assert with_default_context(8192, 24 * GB, "--max-context", "3000").max_context == 3000
     assert with_default_context(8192, 24 * GB, "--max-context", "9000").max_context == 8192
     assert with_default_context(131_072, 24 * GB, "--max-context", "32768").kv_memory == (32768 + 512) * SHAPE.row_bytes
 
 
 @pytest.mark.parametrize("flags", [(), ("--max-context", "4096")])
-def test_as_many_sessions_as_are_asked_for_have_room_for_the_context(flags: tuple[str, ...]) -> None:
+def test_the_requested_number_of_sessions_has_room_for_the_context(flags: tuple[str, ...]) -> None:
     config = with_default_context(131_072, 200 * GB, "--kv-sessions", "4", *flags)
     limits = replace(TargetLimits.of(config, 131_072))
     assert limits.num_rows(SHAPE.row_bytes, config.kv_memory) >= 4 * limits.slot_rows

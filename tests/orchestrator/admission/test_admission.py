@@ -112,7 +112,7 @@ async def test_places_are_given_in_order_of_arrival(party: Party) -> None:
     assert guests.placed[-2:] == [6, 7]  # and all places are there again
 
 
-async def test_a_turn_that_comes_as_its_caller_goes_is_not_lost(party: Party) -> None:
+async def test_a_turn_granted_while_its_caller_leaves_is_not_lost(party: Party) -> None:
     """The future has its result, and the task that waits for it is cancelled before it runs."""
     guests = party(Admission(1, 10))
     await guests.come(0, 1, 2)
@@ -127,7 +127,7 @@ async def test_a_turn_that_comes_as_its_caller_goes_is_not_lost(party: Party) ->
     assert guests.placed == [0, 2]
 
 
-async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(party: Party) -> None:
+async def test_a_full_queue_refuses_at_once_with_a_retry_delay(party: Party) -> None:
     clock = Clock()
     guests = party(Admission(2, 1, clock))
     await guests.come(0, 1, 2)
@@ -153,7 +153,7 @@ async def test_refused_callers_get_different_retry_delays(party: Party) -> None:
     assert guests.admission.exhausted("x").retry_seconds == LONGEST_RETRY_SECONDS
 
 
-async def test_the_delay_follows_how_long_places_are_held_lately() -> None:
+async def test_the_retry_delay_follows_recent_request_durations() -> None:
     clock = Clock()
     admission = Admission(4, 0, clock)
     assert admission.exhausted("nothing is known yet").retry_seconds == SHORTEST_RETRY_SECONDS
@@ -168,7 +168,7 @@ async def test_the_delay_follows_how_long_places_are_held_lately() -> None:
         assert admission.exhausted("x").retry_seconds == pytest.approx(5.0)
 
 
-async def test_waiting_has_an_end(party: Party) -> None:
+async def test_waiting_is_limited(party: Party) -> None:
     guests = party(Admission(1, 10))
     await guests.come(0)
     await guests.come(1, queue_seconds=0.05)
@@ -181,7 +181,7 @@ async def test_waiting_has_an_end(party: Party) -> None:
     assert guests.placed == [0, 2]
 
 
-async def test_who_closes_refuses_others_and_lets_the_queue_have_its_turn(party: Party) -> None:
+async def test_closing_refuses_new_callers_and_serves_the_queue(party: Party) -> None:
     """To a client of HTTP a refusal after it had been let in would be a failed request."""
     guests = party(Admission(1, 10))
     await guests.come(0, 1)
@@ -195,7 +195,7 @@ async def test_who_closes_refuses_others_and_lets_the_queue_have_its_turn(party:
     assert guests.admission.is_closed
 
 
-async def test_a_call_that_resumes_a_request_has_its_place_at_once() -> None:
+async def test_a_call_that_resumes_a_request_gets_its_place_at_once() -> None:
     """It was refused where no other was free, or put behind all who wait, though the earlier call was about to end."""
     admission, earlier = Admission(1, 0), Hold()
     async with placed(admission, hold=earlier), placed(admission, Deadline(queue_seconds=0.0), earlier=earlier):
@@ -206,7 +206,7 @@ async def test_a_call_that_resumes_a_request_has_its_place_at_once() -> None:
             await placed(admission).__aenter__()
 
 
-async def test_a_call_that_resumes_a_request_in_the_queue_has_its_turn() -> None:
+async def test_a_call_that_resumes_a_queued_request_gets_its_turn() -> None:
     admission, holds, came = Admission(1, 2), [Hold() for _ in range(3)], []
 
     async def come(number: int, earlier: Hold | None = None) -> None:
@@ -226,7 +226,7 @@ async def test_a_call_that_resumes_a_request_in_the_queue_has_its_turn() -> None
         assert admission.num_waiting == 0
 
 
-async def test_never_too_many_and_nobody_forgotten() -> None:
+async def test_the_limit_holds_and_no_caller_is_forgotten() -> None:
     """Hundreds of requests that stay, leave the queue or break off at random: places neither leak nor multiply."""
     chance = random.Random(5)
     admission = Admission(5, 20)
@@ -263,7 +263,7 @@ async def test_never_too_many_and_nobody_forgotten() -> None:
         assert admission.num_waiting == 0
 
 
-async def test_one_budget_for_all_that_a_request_waits_for() -> None:
+async def test_all_waits_of_a_request_share_one_time_limit() -> None:
     deadline = Deadline(queue_seconds=60.0)
     with deadline.waiting():
         await asyncio.sleep(0.05)
@@ -274,7 +274,7 @@ async def test_one_budget_for_all_that_a_request_waits_for() -> None:
     assert deadline.queue_seconds == 0.0
 
 
-async def test_a_workers_time_is_what_is_left_of_the_request() -> None:
+async def test_a_workers_time_limit_is_the_requests_remaining_time() -> None:
     """And a little more, so that a late request is not counted as a fault of the worker."""
     now = time.monotonic()
     assert Deadline().within(600.0) == 600.0
@@ -284,7 +284,7 @@ async def test_a_workers_time_is_what_is_left_of_the_request() -> None:
     assert 500.0 - (time.monotonic() - now) <= left <= 500.0
 
 
-async def test_work_ends_at_the_deadline_in_the_middle_of_a_wait() -> None:
+async def test_work_ends_at_the_deadline_even_during_a_wait() -> None:
     may_go_on, ends = asyncio.Event(), list[str]()
 
     async def work() -> int:
@@ -301,7 +301,7 @@ async def test_work_ends_at_the_deadline_in_the_middle_of_a_wait() -> None:
     assert await Stream(ScopedId("r"), ScopedId(), deadline=Deadline.of(60.0, 0.0)).before_end(work()) == 1
 
 
-async def test_a_stream_whose_deadline_has_just_fired_can_be_ended() -> None:
+async def test_a_stream_can_be_ended_just_after_its_deadline() -> None:
     """Its timeout, which is the deadline's, cannot be moved any more; others were not ended after that error."""
     stream, errors = Stream(ScopedId("r"), ScopedId(), deadline=Deadline.of(0.02, 0.0)), list[Exception]()
 
@@ -325,7 +325,7 @@ def tokens(number: int) -> Tokens:
     return Tokens((7,) * number, (False,) * number, ("",) * number, (), 0, 0, RoundTimings())
 
 
-def test_requests_at_once_are_one_tenants() -> None:
+def test_concurrent_requests_are_counted_by_tenant() -> None:
     usage, key = TenantUsage(), ApiKey("alice", "0" * 64, requests=2)
     with usage.request(key), usage.request(key):
         with pytest.raises(Exhausted, match="requests: 2 of this key run") as refused, usage.request(key):
@@ -339,7 +339,7 @@ def test_requests_at_once_are_one_tenants() -> None:
         pass
 
 
-def test_tokens_that_were_used_are_paid_for_by_the_minutes_that_follow() -> None:
+def test_used_tokens_count_against_the_following_minutes() -> None:
     now = [100.0]
     usage, key = TenantUsage(clock=lambda: now[0]), ApiKey("alice", "0" * 64, tokens_per_minute=60)
     with usage.request(key) as count:
@@ -362,7 +362,7 @@ def test_tokens_that_were_used_are_paid_for_by_the_minutes_that_follow() -> None
         pass
 
 
-def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_that_is_in_use() -> None:
+def test_of_too_many_sessions_the_longest_unused_are_given_up_and_none_in_use() -> None:
     usage, key = TenantUsage(), ApiKey("alice", "0" * 64, sessions=2)
 
     def used(name: str) -> list[str]:
@@ -397,7 +397,7 @@ def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_tha
     assert used("f") == []
 
 
-def test_requests_that_wait_count_for_their_sessions() -> None:
+def test_waiting_requests_count_for_their_sessions() -> None:
     """Otherwise as many would run at once as come together, and a session would be closed under one that waits."""
     usage, key = TenantUsage(), ApiKey("alice", "0" * 64, sessions=1)
     with usage.request(key, "a") as count:
@@ -416,7 +416,7 @@ def test_requests_that_wait_count_for_their_sessions() -> None:
         assert usage.surplus(key) == ["a"]
 
 
-def test_a_session_that_was_closed_under_its_request_is_forgotten_at_its_end() -> None:
+def test_a_session_closed_during_its_request_is_forgotten_at_its_end() -> None:
     usage, key = TenantUsage(), ApiKey("alice", "0" * 64, sessions=1)
     with usage.request(key, "a") as first:
         first(STARTED)
@@ -430,7 +430,7 @@ def test_a_session_that_was_closed_under_its_request_is_forgotten_at_its_end() -
         assert usage.surplus(key) == ["a"]
 
 
-async def test_a_session_in_which_a_request_begins_while_another_is_closed_is_left_alone() -> None:
+async def test_a_session_whose_request_begins_while_another_is_closed_is_kept() -> None:
     """Its request was ended, as of a session that had been given up."""
     usage, key = TenantUsage(), ApiKey("alice", "0" * 64, sessions=1)
     running, closed = ExitStack(), list[str]()

@@ -65,7 +65,7 @@ async def test_a_message_larger_than_any_prompt_is_not_decoded(stage: Stage, dec
         assert len(decoded) == 1
 
 
-async def test_the_call_too_many_is_not_decoded(
+async def test_a_call_beyond_the_limit_is_not_decoded(
     stage: Stage, decoded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SPARE_CALLS", 0)
@@ -102,7 +102,7 @@ async def test_the_call_too_many_is_not_decoded(
         ),
     ],
 )
-async def test_lists_that_are_too_long_are_counted_and_not_decoded(
+async def test_too_long_lists_are_counted_without_decoding(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, prompt: Prompt, changes: dict[str, Any], message: str
 ) -> None:
     """A call of 4 MiB was decoded, in 43 ms and several times its size, to be refused by its number of token ids."""
@@ -125,7 +125,7 @@ async def test_lists_that_are_too_long_are_counted_and_not_decoded(
     assert len(decoded) == 1
 
 
-async def test_streams_go_on_while_a_long_list_is_read(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_continue_while_a_long_list_is_read(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(wire.request_from_wire)
     read = wire.request_from_wire
     monkeypatch.setattr(wire, "request_from_wire", lambda m: held(m) if len(m.token_ids.ids) > 10_000 else read(m))
@@ -137,7 +137,7 @@ async def test_streams_go_on_while_a_long_list_is_read(stage: Stage, monkeypatch
         assert (await slow).usage.prompt_tokens == 20_000
 
 
-async def test_both_doors_have_one_limit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_both_apis_share_one_limit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once counted its own, so that twice as many could be decoded and held as may."""
     monkeypatch.setattr(module, "SPARE_CALLS", 0)
     stage.target.may_answer.clear()
@@ -160,7 +160,7 @@ async def test_both_doors_have_one_limit(stage: Stage, monkeypatch: pytest.Monke
         assert (await waiting).json()["usage"]["completion_tokens"] == 3
 
 
-async def test_a_prompt_that_fits_nowhere_does_not_wait_for_its_turn(stage: Stage) -> None:
+async def test_a_prompt_that_fits_no_target_does_not_wait(stage: Stage) -> None:
     stage.target.may_answer.clear()
     async with orchestrating(stage, "--max-running", "1") as orchestrator:
         first = asyncio.create_task(finish(orchestrator))
@@ -196,7 +196,7 @@ def test_calls_are_counted_until_they_end() -> None:
             pass
 
 
-def test_texts_that_are_tokenized_leave_room_for_other_calls() -> None:
+def test_tokenized_texts_leave_room_for_other_calls() -> None:
     """One client's long ones took the places of all calls, so that nobody could abort a request or ask how all is."""
     failed = Counter[str]()
     call_limiter = CallLimiter(Admission(2, 3), lambda: 100, failed)
@@ -212,7 +212,7 @@ def test_texts_that_are_tokenized_leave_room_for_other_calls() -> None:
         pass
 
 
-def test_bytes_of_all_calls_together_are_bounded() -> None:
+def test_the_bytes_of_all_calls_together_are_limited() -> None:
     size = MAX_BYTES // 10
     call_limiter = CallLimiter(Admission(50, 50), lambda: size)
     with ExitStack() as inside:
@@ -224,7 +224,7 @@ def test_bytes_of_all_calls_together_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(("context", "most"), [(0, 10**9), (1000, SMALL_BYTES), (100_000, 100_000 * BYTES_PER_TOKEN)])
-def test_a_message_may_be_as_large_as_a_context_could_need(context: int, most: int) -> None:
+def test_a_message_may_be_as_large_as_a_context_needs(context: int, most: int) -> None:
     call_limiter = CallLimiter(Admission(1, 1), lambda: context)
     if context:
         with call_limiter.entering("Generate", most):
@@ -239,7 +239,7 @@ def test_a_message_may_be_as_large_as_a_context_could_need(context: int, most: i
 LIMIT = "--max-context of the target; the model's own limit is 8192"
 
 
-def test_a_limit_that_is_not_the_models_own_is_named(tiny: Path) -> None:
+def test_a_limit_other_than_the_models_own_is_named(tiny: Path) -> None:
     """An agent with a first request of 3,000 tokens could not be helped: nothing said what the 2,048 came from."""
     words = f"this model's maximum context length is 8 tokens, .*; it is limited by {LIMIT}$"
     with pytest.raises(ContextExceeded, match=words):
@@ -248,6 +248,6 @@ def test_a_limit_that_is_not_the_models_own_is_named(tiny: Path) -> None:
         require_size_for_any(TokenPrompt((1,) * 9), [Tokenizer(load_tokenizer_files(tiny))], 8, LIMIT)
 
 
-def test_the_models_own_limit_needs_no_more_words() -> None:
+def test_the_models_own_limit_is_reported_without_its_flag() -> None:
     with pytest.raises(ContextExceeded, match=r"for the output$"):
         require_room([1] * 9, 8)

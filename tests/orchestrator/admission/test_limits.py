@@ -41,7 +41,7 @@ def request(options: GenerateOptions = LONG) -> generation_pb2.GenerateRequest:
 # Overload
 
 
-async def test_one_request_too_many_is_refused_at_once_with_a_retry_delay(stage: Stage) -> None:
+async def test_a_request_beyond_the_limit_is_refused_at_once_with_a_retry_delay(stage: Stage) -> None:
     """Any gRPC client can read the delay: it is a google.rpc.RetryInfo, read here by gRPC's own reader."""
     stage.target.may_answer.clear()
     async with orchestrating(stage, "--max-running", "2", "--max-waiting", "1") as orchestrator:
@@ -75,7 +75,7 @@ async def eventually(orchestrator: Orchestrator, running: int, waiting: int) -> 
     raise AssertionError(loads)
 
 
-async def test_who_waits_for_a_place_is_aborted_at_once(stage: Stage) -> None:
+async def test_a_waiting_request_is_aborted_at_once(stage: Stage) -> None:
     stage.target.may_answer.clear()
     async with orchestrating(stage, "--max-running", "1") as orchestrator:
         first = asyncio.create_task(finish(orchestrator))
@@ -117,7 +117,7 @@ class Refusal(grpc.aio.AioRpcError):
 
 
 @pytest.mark.parametrize("details", [None, b"", b"\xff\xff\xff", "text"])
-def test_details_that_cannot_be_read_are_no_delay(details: bytes | str | None) -> None:
+def test_unreadable_error_details_give_no_delay(details: bytes | str | None) -> None:
     error = to_error(Refusal(details), "somewhere")
     assert isinstance(error, Exhausted)
     assert (str(error), error.retry_seconds) == ("full", None)
@@ -138,7 +138,7 @@ async def test_a_deadline_ends_the_request_and_frees_everything(stage: Stage, or
     assert (await finish(orchestrator)).finish_reason == "length"  # at once: the target has done nothing wrong
 
 
-async def test_a_deadline_passes_in_the_queue_too(stage: Stage) -> None:
+async def test_a_deadline_also_passes_in_the_queue(stage: Stage) -> None:
     stage.target.may_answer.clear()
     async with orchestrating(stage, "--max-running", "1") as orchestrator:
         first = asyncio.create_task(finish(orchestrator))
@@ -151,7 +151,7 @@ async def test_a_deadline_passes_in_the_queue_too(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("num_events", [1, 20])
-async def test_a_client_that_goes_without_a_word_frees_everything(
+async def test_a_client_that_disappears_frees_everything(
     stage: Stage, orchestrator: Orchestrator, num_events: int
 ) -> None:
     """Whether it goes in the middle of the first sweep or later."""
@@ -190,9 +190,7 @@ async def count_to_the_end(call: grpc.aio.UnaryStreamCall[object, object], pause
 WORDY = replace(LONG, logprobs=64)  # 0.6 KB a round
 
 
-async def test_rounds_stand_still_for_a_client_that_has_stopped_reading(
-    stage: Stage, orchestrator: Orchestrator
-) -> None:
+async def test_rounds_pause_for_a_client_that_stops_reading(stage: Stage, orchestrator: Orchestrator) -> None:
     """What runs ahead is what fits the client's window and gRPC's buffers, and no more however long it sleeps."""
     async with slow_channel(orchestrator.address) as channel:
         call = stub_of(GENERATION, channel).Generate(request(WORDY))
@@ -210,7 +208,7 @@ async def test_rounds_stand_still_for_a_client_that_has_stopped_reading(
 
 
 @pytest.mark.parametrize("session_id", ["", "kept"])
-async def test_a_stalled_stream_is_ended_and_holds_nothing(stage: Stage, session_id: str) -> None:
+async def test_a_stalled_stream_is_ended_and_frees_everything(stage: Stage, session_id: str) -> None:
     async with (
         orchestrating(stage, "--stalled-timeout", "0.5") as orchestrator,
         slow_channel(orchestrator.address) as channel,
@@ -276,7 +274,7 @@ async def test_a_stalled_stream_is_ended_and_holds_nothing(stage: Stage, session
         (PROMPT, {"request_id": "r" * 257}, "request_id: must have at most 256 characters, got 257"),
     ],
 )
-async def test_what_is_too_large_is_refused_by_its_name(
+async def test_fields_that_are_too_large_are_refused_by_name(
     orchestrator: Orchestrator, prompt: Prompt, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
@@ -285,7 +283,7 @@ async def test_what_is_too_large_is_refused_by_its_name(
     assert (await finish(orchestrator, options=largest)).usage.completion_tokens == 3
 
 
-async def test_a_message_over_the_limit_is_refused_by_a_text_that_names_it(orchestrator: Orchestrator) -> None:
+async def test_a_message_over_the_limit_is_refused_with_the_limits_name(orchestrator: Orchestrator) -> None:
     """Whether our own client is asked to send it or another one does."""
     with pytest.raises(InvalidRequest, match=f"message: must have at most {MAX_MESSAGE_BYTES} bytes, got"):
         await finish(orchestrator, TextPrompt("x" * (MAX_MESSAGE_BYTES + 1)))

@@ -48,7 +48,7 @@ async def introduced(fakes: Fleet, *names: str) -> Directory:
     return directory
 
 
-async def test_between_equals_the_one_that_all_together_keep_less_busy(fakes: Fleet) -> None:
+async def test_between_equal_targets_the_less_busy_one_is_chosen(fakes: Fleet) -> None:
     """What other orchestrators run is known from what workers say of themselves, at every heartbeat anew."""
     (_, first), (_, second) = await fakes.target("a"), await fakes.target("b")
     requests, _ = await fakes.orchestrator(num_targets=2)
@@ -63,7 +63,7 @@ async def test_between_equals_the_one_that_all_together_keep_less_busy(fakes: Fl
                 await asyncio.sleep(0.05)
 
 
-async def test_who_is_there_already_is_known_from_the_start(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_present_workers_are_known_from_the_start(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise an orchestrator just started would send its first requests away for want of a target."""
     monkeypatch.setattr(module, "FIRST_LOOK_SECONDS", 60.0)
     await fakes.target("early")
@@ -72,7 +72,7 @@ async def test_who_is_there_already_is_known_from_the_start(fakes: Fleet, monkey
         assert least_busy(directory).record.worker_id == "early"
 
 
-async def test_a_worker_that_does_not_answer_holds_up_no_start(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_does_not_answer_delays_no_start(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_LOOK_SECONDS", 0.1)
     patient = asyncio.Event()
 
@@ -91,7 +91,7 @@ async def test_a_worker_that_does_not_answer_holds_up_no_start(fakes: Fleet, mon
         assert least_busy(directory).record.worker_id == "silent"
 
 
-async def test_a_worker_is_forgotten_when_the_index_has_not_named_it_for_a_while(
+async def test_a_worker_is_forgotten_after_a_while_without_a_record_in_the_index(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looks in a row count, and not the clock: an index may be away for long and come back empty before it hears of
@@ -108,7 +108,7 @@ async def test_a_worker_is_forgotten_when_the_index_has_not_named_it_for_a_while
     assert not directory.has_target
 
 
-async def test_the_difference_of_a_draft_s_tokenizer_is_known_before_it_is_asked_for(fakes: Fleet) -> None:
+async def test_a_different_tokenizer_of_a_draft_is_known_before_the_draft_is_called(fakes: Fleet) -> None:
     """Reading a vocabulary of 150,000 tokens takes the better part of a second, which the event loop has not."""
     await fakes.target("a")
     other = Tokenizer.from_str(fakes.tokenizer.tokenizer_json.decode())
@@ -121,9 +121,7 @@ async def test_the_difference_of_a_draft_s_tokenizer_is_known_before_it_is_asked
         assert any("its tokenizer differs from a's" in status.problem for status in directory.statuses())
 
 
-async def test_the_connection_to_a_worker_that_cannot_be_used_is_closed(
-    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_connection_to_an_unusable_worker_is_closed(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever could be asked, but not compared with the others, was asked again at each poll by a new connection."""
     opened, closed, close = list[TargetClient](), list[TargetClient](), TargetClient.close
 
@@ -145,9 +143,7 @@ async def test_the_connection_to_a_worker_that_cannot_be_used_is_closed(
         assert not directory.has_target
 
 
-async def test_a_target_is_known_to_be_usable_while_the_index_is_away(
-    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_target_stays_usable_while_the_index_is_away(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a target that ends while the index is away has no time to come back."""
     directory = await introduced(fakes, "t")
     before = directory.last_usable(lambda _: True)
@@ -156,7 +152,7 @@ async def test_a_target_is_known_to_be_usable_while_the_index_is_away(
     assert directory.last_usable(lambda _: True) > before
 
 
-async def test_without_any_target_a_request_waits_for_the_one_that_serves_any_of_the_models(fakes: Fleet) -> None:
+async def test_without_a_target_a_request_waits_for_one_that_serves_any_of_its_models(fakes: Fleet) -> None:
     """Whether it must name one is seen when they are back."""
     directory = await introduced(fakes, "t")
     handle = directory.targets[0]
@@ -210,7 +206,7 @@ async def test_threads_end_even_if_a_connection_cannot_be_closed(fakes: Fleet, m
         await directory.tokenizing.run(lambda: None)
 
 
-async def test_no_session_begins_at_a_draft_worker_that_leaves_while_another_is_there(fakes: Fleet) -> None:
+async def test_no_session_begins_at_a_draining_draft_worker_while_there_is_another(fakes: Fleet) -> None:
     """It refuses new sessions, and had the fewest: each began with a round without guesses."""
     for name in ("a", "b"):
         await fakes.worker(FakeDraft(name, fakes.tokenizer))
@@ -247,7 +243,7 @@ def attempts(unreached: UnreachedWorkers, clock: Clock, seconds: float) -> list[
     return found
 
 
-def test_it_is_tried_ever_more_seldom_and_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unusable_worker_is_retried_and_logged_ever_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
     """It was tried at each poll for ever, with a line in the log each time."""
     clock, hour = Clock(), 3600.0
     found = attempts(UnreachedWorkers(clock), clock, hour)
@@ -261,7 +257,7 @@ def test_it_is_tried_ever_more_seldom_and_logged_once_in_a_while(caplog: pytest.
     assert len(lines) <= 1 + hour / REMIND_SECONDS
 
 
-def test_what_the_index_says_anew_of_it_is_tried_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_record_of_an_unusable_worker_is_tried_at_once(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     unreached = UnreachedWorkers(clock)
     attempts(unreached, clock, 60.0)
@@ -282,7 +278,7 @@ def test_what_the_index_says_anew_of_it_is_tried_at_once(caplog: pytest.LogCaptu
         assert not unreached.may_try(RECORD)
 
 
-def test_a_fault_of_ours_is_logged_with_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     unreached = UnreachedWorkers(Clock())
     for _ in range(2):
         unreached.failed(RECORD, ZeroDivisionError())
@@ -292,7 +288,7 @@ def test_a_fault_of_ours_is_logged_with_where_it_is(caplog: pytest.LogCaptureFix
     assert unreached.problems("target") == {"t": "ZeroDivisionError"}
 
 
-async def test_it_is_used_once_it_answers_and_errors_say_why_it_is_not(
+async def test_a_worker_is_used_once_it_answers_and_errors_explain_why_it_is_not(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two attempts the error said that no target was registered."""
@@ -315,7 +311,7 @@ async def test_it_is_used_once_it_answers_and_errors_say_why_it_is_not(
         assert directory._unreached.problems("target") == {}
 
 
-async def test_who_comes_alone_does_not_wait() -> None:
+async def test_a_single_caller_does_not_wait() -> None:
     """With few streams the limiter must cost nothing, not even one iteration of the event loop."""
     limiter, is_next_iteration = IterationLimiter(2), asyncio.Event()
     asyncio.get_running_loop().call_soon(is_next_iteration.set)
@@ -324,7 +320,7 @@ async def test_who_comes_alone_does_not_wait() -> None:
     assert not is_next_iteration.is_set()
 
 
-async def test_a_burst_goes_through_a_few_at_a_time_and_in_order() -> None:
+async def test_a_burst_is_let_through_in_order_a_few_at_a_time() -> None:
     """Fifty rounds whose verdicts come together must not hold up the event loop until the last of them is done."""
     limiter, loop = IterationLimiter(3), asyncio.get_running_loop()
     iteration, passed = 0, list[tuple[int, int]]()
@@ -346,7 +342,7 @@ async def test_a_burst_goes_through_a_few_at_a_time_and_in_order() -> None:
     assert passed[-1][1] - passed[0][1] >= 16
 
 
-async def test_who_is_cancelled_while_waiting_takes_nobodys_turn() -> None:
+async def test_a_cancelled_waiter_takes_no_others_turn() -> None:
     """Clients that hang up in a burst leave their turns to the others."""
     limiter = IterationLimiter(1)
     tasks = [asyncio.create_task(limiter.acquire()) for _ in range(5)]

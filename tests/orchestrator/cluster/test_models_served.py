@@ -29,7 +29,7 @@ async def two_models(fakes: Fleet, *flags: str) -> tuple[dict[str, Process], Req
     return servers, requests, Client(process.address, patience_seconds=0.5)
 
 
-async def test_all_models_are_listed_and_each_is_had_by_its_name(fakes: Fleet) -> None:
+async def test_all_models_are_listed_and_served_by_name(fakes: Fleet) -> None:
     _, _, client = await two_models(fakes)
     async with client:
         models = await client.models()
@@ -46,7 +46,7 @@ async def test_all_models_are_listed_and_each_is_had_by_its_name(fakes: Fleet) -
             await read(client, OPTIONS)
 
 
-async def test_one_model_need_not_be_named(fakes: Fleet) -> None:
+async def test_a_single_model_need_not_be_named(fakes: Fleet) -> None:
     """However many targets serve it, and whatever they round by."""
     await fakes.target("t1")
     other, _ = await fakes.target("t2")
@@ -70,7 +70,7 @@ async def test_a_session_stays_with_its_model(fakes: Fleet) -> None:
             await read(client, replace(NEXT, model="a"), MORE)
 
 
-async def test_a_whole_text_begins_a_session_anew_with_the_model_that_it_names(fakes: Fleet) -> None:
+async def test_a_whole_text_restarts_a_session_with_the_named_model(fakes: Fleet) -> None:
     _, _, client = await two_models(fakes)
     async with client:
         await read(client, replace(TURN, model="b"))
@@ -83,7 +83,7 @@ async def test_a_whole_text_begins_a_session_anew_with_the_model_that_it_names(f
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [NEXT, TURN])
-async def test_a_session_whose_model_is_gone_does_not_go_on_with_another(
+async def test_a_session_whose_model_is_gone_does_not_continue_with_another(
     fakes: Fleet, options: GenerateOptions
 ) -> None:
     """One model's tokens were the other's prompt, without a word."""
@@ -100,7 +100,7 @@ async def test_a_session_whose_model_is_gone_does_not_go_on_with_another(
 
 
 @pytest.mark.slow
-async def test_a_request_that_breaks_off_does_not_go_on_with_another_model(fakes: Fleet) -> None:
+async def test_a_broken_request_does_not_continue_with_another_model(fakes: Fleet) -> None:
     servers = {name: await fakes.target_of(f"t-{name}", name) for name in ("a", "b")}
     _, process = await fakes.orchestrator("--failover-timeout", "1", num_targets=2)
     kill_the_one_that_gets(3, [servers["b"]])
@@ -117,7 +117,7 @@ async def test_a_request_that_breaks_off_does_not_go_on_with_another_model(fakes
     assert servers["a"][0].calls == []
 
 
-async def test_a_resumed_request_is_refused_another_model(fakes: Fleet) -> None:
+async def test_a_resumed_request_cannot_change_its_model(fakes: Fleet) -> None:
     _, _, client = await two_models(fakes)
     options = replace(OPTIONS, session_id="s", model="b")
     async with client:

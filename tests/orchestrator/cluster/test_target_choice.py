@@ -36,7 +36,7 @@ def seconds(worker_id: str, need: Need, num_running: int = 0, load: WorkerLoad =
     return expected_seconds(speed, UsualRound(), info, load, num_running, need)
 
 
-def test_a_prefix_is_worth_what_computing_it_takes() -> None:
+def test_a_prefix_is_worth_its_computing_time() -> None:
     """100 tokens fit the sweep that is made anyway; 4,000 are seconds."""
     short, long = Need(100, 64, {"holder": 96}), Need(4000, 64, {"holder": 3968})
     assert seconds("holder", short) == seconds("other", short)
@@ -46,13 +46,13 @@ def test_a_prefix_is_worth_what_computing_it_takes() -> None:
     assert seconds("holder", long, num_running=200) > seconds("other", long)
 
 
-def test_what_others_run_counts_too() -> None:
+def test_the_load_of_other_orchestrators_counts() -> None:
     need = Need(100, 64, {})
     assert seconds("t", need, load=BUSY) > seconds("t", need)
     assert seconds("t", need, 4, BUSY) == seconds("t", need, 4), "these are the same sessions"
 
 
-def test_where_there_is_no_room_somebody_must_end_first() -> None:
+def test_without_room_a_session_must_end_first() -> None:
     need = Need(2000, 64, {"full": 1984})
     assert seconds("full", need, 8, FULL) > seconds("full", need, 8) + 1
     at_home = replace(need, home_id="full")
@@ -69,7 +69,7 @@ async def noted(fakes: Fleet, client: Client, targets: list[FakeTarget]) -> Fake
     return holder
 
 
-async def test_a_shared_beginning_does_not_send_all_to_one_target(fakes: Fleet) -> None:
+async def test_a_shared_prefix_does_not_send_all_requests_to_one_target(fakes: Fleet) -> None:
     """30 of 30 requests went to the one target of three that held one block of all of them."""
     targets = [(await fakes.target(f"t{index}"))[0] for index in range(3)]
     _, process = await fakes.orchestrator(num_targets=3)
@@ -106,7 +106,7 @@ async def full_and_idle(fakes: Fleet) -> tuple[Requests, Client, FakeTarget, Fak
     return requests, client, holder, idle
 
 
-async def test_a_full_target_hands_over_to_one_with_room(fakes: Fleet) -> None:
+async def test_a_full_target_passes_requests_on_to_one_with_room(fakes: Fleet) -> None:
     """The one that held the prefix was full, the other idle, and the request ended as Exhausted."""
     _, client, holder, idle = await full_and_idle(fakes)
     async with client:
@@ -119,7 +119,7 @@ async def test_a_full_target_hands_over_to_one_with_room(fakes: Fleet) -> None:
     assert seen.token_ids == plain
 
 
-async def test_who_waits_for_room_is_served_in_order_and_sends_its_context_once(fakes: Fleet) -> None:
+async def test_requests_waiting_for_room_are_served_in_order_and_send_their_context_once(fakes: Fleet) -> None:
     target, _ = await fakes.target("t")
     requests, process = await fakes.orchestrator("--queue-timeout", "60")
     target.num_slots = 0
@@ -146,7 +146,7 @@ async def test_who_waits_for_room_is_served_in_order_and_sends_its_context_once(
     assert sent == ["s0", *names], "s0 once in vain"
 
 
-async def test_waiting_for_room_ends(fakes: Fleet) -> None:
+async def test_waiting_for_room_is_limited(fakes: Fleet) -> None:
     target, _ = await fakes.target("t")
     requests, process = await fakes.orchestrator("--queue-timeout", "1")
     target.num_slots = 0
@@ -159,7 +159,7 @@ async def test_waiting_for_room_ends(fakes: Fleet) -> None:
     assert [known.num_running for known in requests.directory.targets] == [0]
 
 
-async def test_a_session_that_outgrows_its_slot_waits_where_it_is(fakes: Fleet) -> None:
+async def test_a_session_that_outgrows_its_slot_waits_at_its_target(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     other, _ = await fakes.target("t2")
     _, process = await fakes.orchestrator(num_targets=2)
@@ -176,7 +176,7 @@ async def _refuse() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [0, 1])
-async def test_a_kept_session_waits_in_its_turn_and_keeps_what_it_holds(fakes: Fleet, num_slots: int) -> None:
+async def test_a_kept_session_waits_for_its_turn_and_keeps_its_tokens(fakes: Fleet, num_slots: int) -> None:
     """What is held of it is not sent again, whether its slot was kept or its room is asked for anew."""
     target, _ = await fakes.target("t")
     _, process = await fakes.orchestrator("--queue-timeout", "60")
@@ -188,9 +188,7 @@ async def test_a_kept_session_waits_in_its_turn_and_keeps_what_it_holds(fakes: F
     assert second.end.usage.cached_tokens == len(SYSTEM) + len(first.token_ids) - 1
 
 
-async def test_a_target_that_is_about_to_leave_gets_no_new_requests(
-    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_draining_target_gets_no_new_requests(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it empties it looks quicker than any other; it would refuse whatever came."""
     monkeypatch.setattr(
         "orchestrator.cluster.directory.POLL_SECONDS", 1000.0

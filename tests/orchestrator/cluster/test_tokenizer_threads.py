@@ -42,7 +42,7 @@ class Held:
         (ChatTemplate, "render", ChatPrompt((Message("user", "hello"),)), False),
     ],
 )
-async def test_streams_go_on_while_a_prompt_is_made_into_tokens(
+async def test_streams_continue_while_a_prompt_is_tokenized(
     orchestrator: Orchestrator,
     monkeypatch: pytest.MonkeyPatch,
     owner: type,
@@ -85,7 +85,7 @@ async def test_workers_with_equal_tokenizers_share_one(fakes: Fleet, monkeypatch
     assert threading.main_thread() not in threads
 
 
-async def test_words_of_a_tokenizer_that_is_gone_are_given_back(fakes: Fleet) -> None:
+async def test_memory_of_an_unused_tokenizer_is_released(fakes: Fleet) -> None:
     """The library keeps them in each thread that has encoded: every restart of a model's last worker left megabytes."""
     tokenizing = Tokenizing()
     text = " ".join(f"{word:0200}" for word in range(1000))
@@ -106,7 +106,7 @@ async def test_words_of_a_tokenizer_that_is_gone_are_given_back(fakes: Fleet) ->
         tokenizing.close()
 
 
-async def test_work_that_waits_is_done_when_another_tokenizer_is_built(fakes: Fleet) -> None:
+async def test_waiting_work_is_done_after_another_tokenizer_is_built(fakes: Fleet) -> None:
     tokenizing, held = Tokenizing(), Held(lambda: 1)
     try:
         waiting = [asyncio.create_task(tokenizing.run(held))]
@@ -120,7 +120,7 @@ async def test_work_that_waits_is_done_when_another_tokenizer_is_built(fakes: Fl
         tokenizing.close()
 
 
-async def test_work_that_waits_for_replaced_threads_is_dropped_at_the_end(fakes: Fleet) -> None:
+async def test_work_waiting_for_replaced_threads_is_dropped_at_the_end(fakes: Fleet) -> None:
     """Only the newest threads were ended: the others did all that was queued first, and kept the process alive."""
     tokenizing, others = Tokenizing(), set(threading.enumerate())
     first, second = Held(lambda: 1), Held(lambda: 1)
@@ -141,9 +141,7 @@ async def test_work_that_waits_for_replaced_threads_is_dropped_at_the_end(fakes:
     await until(lambda: not any(one.name.startswith("tokenizing") for one in {*threading.enumerate()} - others))
 
 
-async def test_a_tokenizer_that_is_built_at_the_end_begins_no_threads(
-    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tokenizer_built_at_the_end_starts_no_threads(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizing, held = Tokenizing(), Held(Tokenizer.__init__)
     monkeypatch.setattr(Tokenizer, "__init__", lambda self, *args: held(self, *args))
     building = asyncio.create_task(tokenizing.shared(fakes.tokenizer))

@@ -51,7 +51,7 @@ async def fleet_of(fakes: Fleet, hashes: dict[str, str], *flags: str) -> tuple[T
         (("h1", "", "h2"), False),  # of the one that is not known it is known that it may be either
     ],
 )
-async def test_a_session_is_taken_over_only_by_the_same_weights(
+async def test_a_session_is_only_taken_over_by_the_same_weights(
     fakes: Fleet, hashes: tuple[str, ...], takes_over: bool
 ) -> None:
     targets, requests, client = await fleet_of(fakes, {f"t{n}": each for n, each in enumerate(hashes)})
@@ -68,7 +68,7 @@ async def test_a_session_is_taken_over_only_by_the_same_weights(
     assert all(not target.calls for name, (target, _) in targets.items() if name != "t0")
 
 
-async def test_what_becomes_known_later_is_taken_into_account(fakes: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_hash_that_becomes_known_later_is_respected(fakes: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     targets, requests, client = await fleet_of(fakes, {"t0": "h1", "t1": ""})
     targets["t1"][0].weights_hash = "h2"
     async with client:
@@ -81,7 +81,7 @@ async def test_what_becomes_known_later_is_taken_into_account(fakes: Fleet, capl
     assert caplog.text.count("sessions do not move between them") == 1
 
 
-async def test_a_stream_ends_where_its_target_turns_out_to_have_other_weights(fakes: Fleet) -> None:
+async def test_a_stream_ends_if_its_target_turns_out_to_have_other_weights(fakes: Fleet) -> None:
     """It was taken over while nothing was known against that."""
     targets, requests, client = await fleet_of(fakes, {"t0": "h1", "t1": ""})
     requests.directory._targets["t1"].num_running += 1
@@ -99,9 +99,7 @@ async def test_a_stream_ends_where_its_target_turns_out_to_have_other_weights(fa
             await asyncio.wait_for(read(client), 30)
 
 
-async def test_a_target_is_asked_for_its_hash_before_it_takes_over(
-    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_target_is_asked_for_its_hash_before_a_takeover(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "WEIGHTS_SECONDS", 1000.0)
     targets, requests, client = await fleet_of(fakes, {"t0": "h1", "t1": ""})
     requests.directory._targets["t1"].num_running += 1

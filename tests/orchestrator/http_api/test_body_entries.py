@@ -39,7 +39,7 @@ def num_entries(value: Any) -> int:
 
 @settings(max_examples=300, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=VALUES, is_ascii=st.booleans())
-def test_entries_are_counted_and_what_stands_in_texts_is_not(
+def test_entries_are_counted_without_those_inside_texts(
     monkeypatch: pytest.MonkeyPatch, value: Any, is_ascii: bool
 ) -> None:
     content = json.dumps(value, ensure_ascii=is_ascii).encode()
@@ -51,14 +51,14 @@ def test_entries_are_counted_and_what_stands_in_texts_is_not(
 
 
 @pytest.mark.parametrize("each", ["[]", "{}", "[1]", '""', '{"role": "user"}', '"\\""', "[[[]]]"])
-def test_a_body_of_too_many_entries_is_refused(each: str) -> None:
+def test_a_body_with_too_many_entries_is_refused(each: str) -> None:
     few, many = (f'{{"prompt": [{", ".join([each] * num)}]}}'.encode() for num in (10_000, MAX_ENTRIES))
     require_entries(few)
     with pytest.raises(ApiError, match=f"body: must have at most {MAX_ENTRIES} objects, arrays and strings"):
         require_entries(many)
 
 
-def test_many_tokens_are_accepted_and_too_many_are_not() -> None:
+def test_many_tokens_are_accepted_and_too_many_are_refused() -> None:
     require_entries(b"[" + b"1," * (MAX_VALUES - 1) + b"1]")
     with pytest.raises(ApiError, match=f"{MAX_VALUES} values"):
         require_entries(b"[" + b"1," * (MAX_VALUES + 1) + b"1]")
@@ -81,7 +81,7 @@ async def statuses(index_url: str, flags: list[str], hosts: list[str]) -> list[i
     return [answer.status_code for answer in answers]
 
 
-async def test_names_of_others_are_refused_on_loopback_without_keys(index_url: str) -> None:
+async def test_host_names_of_others_are_refused_on_loopback_without_keys(index_url: str) -> None:
     own = ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "10.0.0.1", "bough.example:80"]
     foreign = ["evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "[::1", "a@b", "127.1"]
     found = await statuses(index_url, ["--advertise", "bough.example"], own + foreign)
@@ -89,7 +89,7 @@ async def test_names_of_others_are_refused_on_loopback_without_keys(index_url: s
     assert await statuses(index_url, [], ["bough.example"]) == [421]
 
 
-async def test_keys_are_guard_enough(index_url: str, tmp_path: Path) -> None:
+async def test_with_keys_any_host_name_is_accepted(index_url: str, tmp_path: Path) -> None:
     """Behind a proxy an orchestrator with keys is called by any name."""
     (keys := tmp_path / "keys").touch(0o600)
     keys.write_text(f'{{"name": "alice", "sha256": "{hash_of("sk-alice")}"}}\n')

@@ -57,7 +57,7 @@ async def test_the_same_seed_gives_the_same_text_over_grpc_and_http_streamed_or_
     assert text_of(await door.answer(PATH, BODY | {"seed": -5})) == unsigned_text != expected
 
 
-async def test_a_whole_answer_has_what_clients_read(door: HttpStack) -> None:
+async def test_a_whole_answer_has_the_fields_that_clients_read(door: HttpStack) -> None:
     answer = await door.answer(PATH, BODY | GUESSED)
     assert answer["id"].startswith("chatcmpl-")
     assert (answer["object"], answer["model"]) == ("chat.completion", "quick")
@@ -87,7 +87,7 @@ async def test_a_stream_begins_with_the_role_and_ends_with_the_reason(door: Http
     assert (last["delta"], last["finish_reason"]) == ({}, "length")
 
 
-async def test_usage_comes_in_a_chunk_at_the_end_or_in_all(door: HttpStack) -> None:
+async def test_usage_is_in_the_last_chunk_or_in_all(door: HttpStack) -> None:
     whole = await door.answer(PATH, BODY)
     *others, last = await door.chunks(PATH, BODY | {"stream_options": {"include_usage": True}})
     assert all(chunk["usage"] is None for chunk in others)
@@ -103,7 +103,7 @@ async def test_usage_comes_in_a_chunk_at_the_end_or_in_all(door: HttpStack) -> N
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {whole["usage"]["prompt_tokens"]}
 
 
-async def test_each_of_n_choices_has_a_seed_of_its_own_and_the_first_the_request_s(door: HttpStack) -> None:
+async def test_each_of_n_choices_has_its_own_seed_and_the_first_the_requests(door: HttpStack) -> None:
     one = await door.answer(PATH, BODY)
     three = await door.answer(PATH, BODY | {"n": 3})
     texts = [text_of(three, index) for index in range(3)]
@@ -116,7 +116,7 @@ async def test_each_of_n_choices_has_a_seed_of_its_own_and_the_first_the_request
     assert three["usage"]["completion_tokens"] == 36
 
 
-async def test_stops_end_the_text_before_them(door: HttpStack) -> None:
+async def test_stop_texts_end_the_text_before_them(door: HttpStack) -> None:
     words = text_of(await door.answer(PATH, BODY)).split()
     stopped = await door.answer(PATH, BODY | {"stop": words[3]})
     assert text_of(stopped).split() == words[:3]
@@ -151,7 +151,7 @@ async def test_log_probabilities_have_the_bytes_of_each_token(door: HttpStack) -
     assert [entry["top_logprobs"] for entry in none["choices"][0]["logprobs"]["content"]] == [[]] * 12
 
 
-async def test_content_may_be_parts_and_a_developer_is_the_system(door: HttpStack) -> None:
+async def test_content_may_be_parts_and_a_developer_message_is_a_system_message(door: HttpStack) -> None:
     async def tokens(*messages: Json) -> list[int]:
         return (await door.answer("/tokenize", {"messages": [*messages]}))["tokens"]
 
@@ -169,7 +169,7 @@ async def test_max_completion_tokens_is_the_newer_name(door: HttpStack) -> None:
     assert (await door.answer(PATH, body | {"max_completion_tokens": 2, "max_tokens": 2}))["choices"]
 
 
-async def test_without_a_limit_an_answer_goes_on_to_its_own_end(door: HttpStack) -> None:
+async def test_without_a_limit_an_answer_continues_to_its_own_end(door: HttpStack) -> None:
     del (body := BODY | {"ignore_eos": False})["max_tokens"]
     answer = await door.answer(PATH, body)
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -178,7 +178,7 @@ async def test_without_a_limit_an_answer_goes_on_to_its_own_end(door: HttpStack)
 
 
 @pytest.mark.parametrize("ways", [{"x_session_id": "by-header"}, {}])
-async def test_a_session_is_kept_by_its_header_or_its_field(door: HttpStack, ways: dict[str, str]) -> None:
+async def test_a_session_is_kept_by_its_header_or_field(door: HttpStack, ways: dict[str, str]) -> None:
     body = BODY if ways else BODY | {"session_id": "by-field"}
     name = next(iter(ways.values()), "by-field")
     messages: list[Json] = [{"role": "user", "content": f"{name} " * 40}]
@@ -189,7 +189,7 @@ async def test_a_session_is_kept_by_its_header_or_its_field(door: HttpStack, way
     assert await door.stack.registry.load_session(ScopedId(name)) is not None
 
 
-async def test_answers_carry_the_client_s_request_id_or_one_of_their_own(door: HttpStack, tmp_path: Path) -> None:
+async def test_answers_have_the_clients_request_id_or_their_own(door: HttpStack, tmp_path: Path) -> None:
     assert (await door.post(PATH, BODY, x_request_id="mine")).headers["x-request-id"] == "mine"
     own = [(await door.post(PATH, body)).headers["x-request-id"] for body in (BODY, {}, BODY)]
     assert len(set(own)) == 3

@@ -30,7 +30,7 @@ def limited(door: HttpStack, monkeypatch: pytest.MonkeyPatch, max_running: int, 
     return admission
 
 
-async def test_more_choices_than_ever_fit_are_the_request_s_fault(
+async def test_more_choices_than_ever_fit_are_an_invalid_request(
     door: HttpStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They were sent away with a delay, for ever, and each time began what was then thrown away."""
@@ -74,9 +74,7 @@ async def test_choices_that_do_not_fit_now_are_all_refused_before_one_begins(
     assert (admission._num_free, admission.num_waiting) == (2, 0)
 
 
-async def test_choices_that_have_not_begun_are_counted_by_what_they_hold(
-    door: HttpStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_choices_that_have_not_begun_are_counted(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a prompt was scored its other choices waited and were not running: fewer than none ran, and the call of
     the loads failed, by which a supervisor takes its program for broken."""
     limited(door, monkeypatch, max_running=1, max_waiting=2)
@@ -90,9 +88,7 @@ async def test_choices_that_have_not_begun_are_counted_by_what_they_hold(
         assert (loads.num_requests_running, loads.num_requests_waiting) == (0, 0)
 
 
-async def test_a_prompt_is_tokenized_once_for_all_of_its_choices(
-    door: HttpStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_prompt_is_tokenized_once_for_all_choices(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """New requests waited while the threads that tokenize read a long prompt for each of a hundred choices."""
     made: list[Prompt] = []
 
@@ -109,9 +105,7 @@ async def test_a_prompt_is_tokenized_once_for_all_of_its_choices(
         made.clear()
 
 
-async def test_a_choice_waits_for_its_siblings_for_as_long_as_they_take(
-    door: HttpStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_choice_waits_as_long_as_its_siblings_take(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time that it may wait for a place was over, and all of the answer lost, also what was whole."""
     limited(door, monkeypatch, max_running=1, max_waiting=2)
     requests = door.stack.requests
@@ -120,7 +114,7 @@ async def test_a_choice_waits_for_its_siblings_for_as_long_as_they_take(
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
 
 
-async def test_a_client_that_leaves_gives_back_the_turns_of_all_its_choices(
+async def test_a_client_that_leaves_releases_the_turns_of_all_choices(
     door: HttpStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admission = limited(door, monkeypatch, max_running=1, max_waiting=4)

@@ -47,7 +47,7 @@ def chat_choices(**fields: Any) -> tuple[RequestedOutput, ...]:
     return choices(given, (chat_prompt(given.messages),), chat_limits(given), "id", given.session_id)
 
 
-def test_every_field_arrives_where_grpc_has_it() -> None:
+def test_every_field_equals_its_grpc_field() -> None:
     (wanted,) = chat_choices(
         temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=7, repetition_penalty=1.1, presence_penalty=0.2,
         frequency_penalty=0.3, logit_bias={"5": -100, "6": 1.5}, max_tokens=9, stop=["a", "b"], stop_token_ids=[4],
@@ -77,14 +77,14 @@ def test_every_field_arrives_where_grpc_has_it() -> None:
         ("ebnf", 'root ::= "a"', Constraint(lark='root ::= "a"', after_reasoning=True)),
     ],
 )
-def test_what_other_servers_call_a_form_is_one(field: str, value: Any, constraint: Constraint) -> None:
+def test_names_that_other_servers_use_for_formats_are_accepted(field: str, value: Any, constraint: Constraint) -> None:
     """Clients of SGLang and of older vLLM; errors that come later have the client's name for it."""
     fields = chat_fields(**{field: value, "guided_decoding_backend": "xgrammar"})
     assert response_constraint(fields) == constraint
     assert set(constraint_names(fields).values()) == {field}
 
 
-def test_what_is_left_out_has_grpc_s_defaults() -> None:
+def test_missing_fields_have_grpcs_defaults() -> None:
     (wanted,) = chat_choices()
     unlimited = wanted.options.max_tokens
     assert wanted.options == GenerateOptions(request_id="id", max_tokens=unlimited)
@@ -99,7 +99,7 @@ def test_what_is_left_out_has_grpc_s_defaults() -> None:
         ("logit_bias", {str(token): 1 for token in range(1025)}, "must have at most 1024 items"),
     ],
 )
-def test_lists_that_no_target_accepts_are_refused_as_they_are_read(field: str, value: object, problem: str) -> None:
+def test_lists_that_no_target_accepts_are_refused_while_reading(field: str, value: object, problem: str) -> None:
     """Of a list as long as a body may be each entry was gone through while all streams waited."""
     with pytest.raises(ApiError, match=f"^{field}: {problem}, got ") as refused:
         chat_fields(**{field: value})
@@ -140,7 +140,7 @@ def ended(text: str = "", reason: str = "stop") -> Finished:
     return Finished(reason, "", text, Usage(5, 7, 2), speculation, RoundTimings(), ())
 
 
-def test_text_that_was_held_back_comes_before_the_end() -> None:
+def test_held_back_text_is_sent_before_the_end() -> None:
     answer = ChatAnswer(Head("id", 1), 1, StreamOptions(), None, None, lambda _: HERMES)
     tokens = Tokens((1,), (False,), ("x",), (), 1, 0, RoundTimings())
     for event in (Started("r", 5, 1, "m"), tokens, replace(tokens, texts=("",))):
@@ -156,7 +156,7 @@ def test_text_that_was_held_back_comes_before_the_end() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_choice_that_is_aborted_before_it_begins_takes_nothing_from_the_others(is_first: bool) -> None:
+def test_a_choice_aborted_before_it_begins_does_not_affect_the_others(is_first: bool) -> None:
     """The model had no name from then on; log-probabilities were lost, or several models an error."""
     answer = ChatAnswer(Head("id", 1), 2, StreamOptions(), {"m": WORDS.__getitem__}.__getitem__, None, lambda _: HERMES)
     begun = [(0, Started("r", 5, 1, "m"))]
@@ -199,7 +199,7 @@ def test_speculation_is_reported_under_the_names_that_benchmarks_read() -> None:
         (DeadlineExceeded("late"), 504, None),
     ],
 )
-def test_errors_have_a_status_and_the_field_s_name_over_http(error: Exception, status: int, param: str | None) -> None:
+def test_errors_have_a_status_and_the_fields_name_over_http(error: Exception, status: int, param: str | None) -> None:
     refused = api_error(error, FIELD_NAMES)
     assert (refused.status, refused.param) == (status, param)
     told = json.loads(refused.response().body)["error"]
@@ -213,14 +213,14 @@ def test_errors_have_a_status_and_the_field_s_name_over_http(error: Exception, s
     assert headers.get("x-should-retry") == {409: "false"}.get(status)
 
 
-def test_a_number_that_is_too_large_is_refused_in_the_parameters_of_a_tool() -> None:
+def test_a_number_too_large_in_a_tools_parameters_is_refused() -> None:
     """A response repeats its tools: it failed when all of it had been generated, a stream had what is no JSON."""
     body = b'{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"maximum": 1e999}}]}'
     with pytest.raises(ApiError, match=r"^tools\[0\]\.parameters: must be a JSON Schema of finite numbers, got "):
         parse(ResponseFields, body)
 
 
-def test_a_field_s_error_is_its_first() -> None:
+def test_a_fields_first_error_is_reported() -> None:
     with pytest.raises(ApiError) as refused:
         chat_fields(messages=[{"role": "user", "content": "x"}, {"role": "user"}])
     assert refused.value.message == "messages[1].content: missing; must be given"

@@ -46,7 +46,7 @@ async def test_prompts_are_texts_or_tokens_one_or_several(door: HttpStack) -> No
     assert two["usage"]["completion_tokens"] == 4 * BODY["max_tokens"]
 
 
-async def test_log_probabilities_stand_at_their_tokens_places_in_the_text(door: HttpStack) -> None:
+async def test_log_probabilities_have_their_tokens_offsets_in_the_text(door: HttpStack) -> None:
     answer = await door.answer(PATH, BODY | {"logprobs": 2})
     (choice,) = answer["choices"]
     told = choice["logprobs"]
@@ -62,7 +62,7 @@ async def test_log_probabilities_stand_at_their_tokens_places_in_the_text(door: 
         assert [value for part in parts if part for value in part[name]] == values
 
 
-async def test_text_that_waits_for_a_stop_text_moves_no_token_s_place(door: HttpStack) -> None:
+async def test_text_held_back_for_a_stop_text_changes_no_offset(door: HttpStack) -> None:
     """A token's place was taken from the text sent so far, which lacks what may begin a stop text."""
     told = (await door.answer(PATH, BODY | {"logprobs": 0}))["choices"][0]["logprobs"]
     begins = [sum(map(len, told["tokens"][:index])) for index in range(len(told["tokens"]))]
@@ -84,7 +84,7 @@ async def test_echo_begins_with_the_prompt(door: HttpStack) -> None:
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Once upon" + plain
 
 
-async def test_sixteen_tokens_are_the_default(door: HttpStack) -> None:
+async def test_max_tokens_is_16_by_default(door: HttpStack) -> None:
     del (body := dict(BODY))["max_tokens"]
     assert (await door.answer(PATH, body))["usage"]["completion_tokens"] == 16
 
@@ -115,7 +115,7 @@ async def test_models_are_listed_and_looked_up(door: HttpStack) -> None:
     assert answer["model"] == "quick"
 
 
-async def test_operators_see_health_version_and_figures(door: HttpStack) -> None:
+async def test_operators_see_health_version_and_metrics(door: HttpStack) -> None:
     assert (await door.client.get("/health")).status_code == 200
     assert set((await door.client.get("/version")).json()) == {"version"}
     await door.answer(PATH, BODY)

@@ -50,7 +50,7 @@ async def test_max_tokens_beyond_the_context_are_accepted_with_a_warning(
     assert (last.usage.completion_tokens, list(last.warnings)) == (length, warnings)
 
 
-async def test_an_output_that_ends_before_is_whole_whatever_was_asked_for(door: HttpStack) -> None:
+async def test_an_output_that_ends_earlier_is_complete_for_any_max_tokens(door: HttpStack) -> None:
     answer = await door.answer("/v1/completions", BODY | {"max_tokens": 5})
     stop = answer["choices"][0]["text"][-2:]
     stopped = await door.answer("/v1/completions", BODY | {"max_tokens": 32_000, "stop": stop})
@@ -58,7 +58,7 @@ async def test_an_output_that_ends_before_is_whole_whatever_was_asked_for(door: 
     assert "warnings" not in stopped
 
 
-async def test_a_prompt_that_does_not_fit_has_the_code_by_which_clients_know_it(door: HttpStack) -> None:
+async def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(door: HttpStack) -> None:
     """They shorten the conversation then, and ask again. litellm and LangChain know it by the message."""
     oversized = "word " * (SMALL_BYTES // 5)  # refused by the size of its body
     for param, text in (("prompt", [5] * CONTEXT), ("prompt", "word " * 1000), ("body", oversized)):

@@ -49,7 +49,7 @@ def check(name: str, value: Any) -> None:
     jsonschema.Draft202012Validator(schema).validate(value)
 
 
-async def test_it_is_served_to_anybody_and_its_references_lead_somewhere(door: HttpStack) -> None:
+async def test_the_description_is_public_and_its_references_resolve(door: HttpStack) -> None:
     served = (await door.client.get("/openapi.json")).json()
     assert served == document()
     assert served["openapi"] == "3.1.0"
@@ -61,7 +61,7 @@ async def test_it_is_served_to_anybody_and_its_references_lead_somewhere(door: H
         check("ChatFields", {"messages": [USER | {"content": 1}]})
 
 
-async def test_it_has_every_path_but_those_for_browsers_and_of_responses_that_are_not_kept(door: HttpStack) -> None:
+async def test_the_description_has_every_path_except_those_for_browsers(door: HttpStack) -> None:
     error = (await door.client.get("/nowhere/near/any")).json()["error"]["message"]
     paths = {path for path in error.partition("the paths are ")[2].split(", ") if not path.startswith("/ui")}
     assert paths - document()["paths"].keys() == {"/", "/v1/responses/{response_id}"}
@@ -79,7 +79,7 @@ async def test_it_has_every_path_but_those_for_browsers_and_of_responses_that_ar
         ("/v1/responses", SCORED_RESPONSE, "Response", "ResponseEvent"),
     ],
 )
-async def test_answers_are_as_it_says_whole_and_streamed(
+async def test_answers_match_the_description_whole_and_streamed(
     door: HttpStack, path: str, body: Json, answer: str, chunk: str
 ) -> None:
     check(answer, await door.answer(path, body))
@@ -92,7 +92,7 @@ async def test_answers_are_as_it_says_whole_and_streamed(
             check(chunk, each)
 
 
-async def test_other_answers_and_refusals_are_as_it_says(door: HttpStack) -> None:
+async def test_other_answers_and_refusals_match_the_description(door: HttpStack) -> None:
     tokenized = await door.answer("/tokenize", {"prompt": "x", "return_token_strs": True})
     check("Tokenized", tokenized)
     check("Detokenized", await door.answer("/detokenize", {"tokens": tokenized["tokens"]}))
@@ -129,7 +129,7 @@ async def test_other_answers_and_refusals_are_as_it_says(door: HttpStack) -> Non
         ("DetokenizeFields", {"tokens": [7.0]}),  # which is an integer in JSON Schema
     ],
 )
-def test_what_is_accepted_is_as_it_says(kind: str, fields: Json) -> None:
+def test_accepted_requests_match_the_description(kind: str, fields: Json) -> None:
     whole: dict[str, Json] = {
         "ChatFields": CHAT,
         "CompletionFields": TEXT,
@@ -144,7 +144,7 @@ def test_what_is_accepted_is_as_it_says(kind: str, fields: Json) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(RANGES))
-async def test_numbers_out_of_its_ranges_are_refused_and_others_are_not(door: HttpStack, name: str) -> None:
+async def test_numbers_outside_their_ranges_are_refused(door: HttpStack, name: str) -> None:
     is_response, is_score = name == "max_output_tokens", name in ("logprobs", "max_tokens")
     path = "/v1/responses" if is_response else "/v1/completions" if is_score else "/v1/chat/completions"
     whole: Json = {"input": "x"} if is_response else {"prompt": "x"} if is_score else {"messages": [USER]}
@@ -179,7 +179,7 @@ async def test_numbers_out_of_its_ranges_are_refused_and_others_are_not(door: Ht
         {"guided_choice": []},
     ],
 )
-def test_what_it_forbids_is_refused(fields: Json) -> None:
+def test_requests_that_the_description_forbids_are_refused(fields: Json) -> None:
     forbidden = CHAT | fields
     with pytest.raises(jsonschema.ValidationError):
         check("ChatFields", forbidden)
@@ -200,13 +200,13 @@ READERS: dict[type[Fields], Callable[[bytes, Tokenizer], object]] = {
 @pytest.mark.parametrize("kind", READERS)
 @settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=st.data())
-def test_what_it_allows_is_accepted(kind: type[Fields], data: st.DataObject) -> None:
+def test_requests_that_the_description_allows_are_accepted(kind: type[Fields], data: st.DataObject) -> None:
     """Schemathesis asks a running server in the same way: see docs/http-api.md."""
     allowed = data.draw(samples({"$ref": f"#/components/schemas/{kind.__name__}"}, NARROWED["components"]))
     READERS[kind](json.dumps(allowed).encode(), TOKENIZER)
 
 
-def test_what_ends_where_a_grammar_does_cannot_ignore_the_end() -> None:
+def test_a_grammar_cannot_be_combined_with_ignore_eos() -> None:
     strict: Json = {"type": "function", "function": TOOL["function"] | {"strict": True}}
     for fields in ({"tools": [TOOL]}, {"tools": [strict], "tool_choice": "none"}):
         check("ChatFields", CHAT | {"ignore_eos": True} | fields)

@@ -46,7 +46,7 @@ async def test_a_stream_includes_its_rounds_on_request(door: HttpStack) -> None:
     assert not any("metrics" in chunk for chunk in plain)
 
 
-async def test_decisions_about_rounds_are_found_by_the_id_of_the_answer(door: HttpStack) -> None:
+async def test_decisions_about_rounds_are_found_by_the_answers_id(door: HttpStack) -> None:
     chunks = await door.chunks(CHAT, BODY)
     decisions = (await door.client.get(f"/decisions/{chunks[0]['id']}")).json()
     assert sum(one["tokens"] for one in decisions) == 24
@@ -58,7 +58,7 @@ async def test_decisions_about_rounds_are_found_by_the_id_of_the_answer(door: Ht
     assert "nobody" in refusal.json()["error"]["message"]
 
 
-async def test_the_cluster_is_its_workers_and_what_is_wrong_with_them(door: HttpStack) -> None:
+async def test_the_cluster_lists_workers_and_their_problems(door: HttpStack) -> None:
     problems = ["not asked yet"]
     async with asyncio.timeout(PATIENCE_SECONDS):
         while any(problems):  # on a busy machine a worker may be waited for at first, and is said to be
@@ -68,7 +68,7 @@ async def test_the_cluster_is_its_workers_and_what_is_wrong_with_them(door: Http
     assert all(worker["address"] for worker in cluster["workers"])
 
 
-async def test_the_cluster_shows_what_its_workers_have_done_since_they_were_met(door: HttpStack) -> None:
+async def test_the_cluster_shows_what_its_workers_have_done_since_their_registration(door: HttpStack) -> None:
     """The figures are current ones, and not those of the first contact."""
     before = await passes(door)
     await door.chunks(CHAT, BODY)
@@ -82,7 +82,7 @@ async def passes(door: HttpStack) -> dict[str, int]:
     return {worker["info"]["kind"]: worker["info"]["num_passes"] for worker in cluster["workers"]}
 
 
-async def test_the_page_is_files_that_load_nothing_from_elsewhere(door: HttpStack) -> None:
+async def test_the_page_loads_nothing_from_elsewhere(door: HttpStack) -> None:
     for path, (name, media_type) in PAGE_FILES.items():
         reply = await door.client.get(path)
         assert reply.headers["content-type"].startswith(media_type)
@@ -96,7 +96,7 @@ async def test_the_page_is_files_that_load_nothing_from_elsewhere(door: HttpStac
     assert not re.findall(r"\b(?:eval|Function)\(|createContextualFragment", text), "nor code"
 
 
-async def test_the_root_leads_browsers_to_the_page_and_programs_to_the_api(door: HttpStack) -> None:
+async def test_the_root_redirects_browsers_to_the_page_and_programs_to_the_api(door: HttpStack) -> None:
     browser = await door.client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
     assert (browser.status_code, browser.headers["location"]) == (307, "/ui")
     program = await door.client.get("/")
@@ -105,7 +105,7 @@ async def test_the_root_leads_browsers_to_the_page_and_programs_to_the_api(door:
         assert (await door.client.get(path)).status_code == 200
 
 
-async def test_tokens_of_rounds_are_spelled_without_log_probabilities_being_reported(door: HttpStack) -> None:
+async def test_tokens_of_rounds_have_texts_without_log_probabilities(door: HttpStack) -> None:
     asked = {"stream_options": {"include_rounds": True}, "prompt": "Once", "max_tokens": 8, "ignore_eos": True}
     chunks = await door.chunks("/v1/completions", asked)
     assert any(chunk.get("metrics", {}).get("round", {}).get("tokens") for chunk in chunks)
@@ -121,5 +121,5 @@ async def test_tokens_of_rounds_are_spelled_without_log_probabilities_being_repo
         (["--ui", "no"], False),
     ],
 )
-def test_it_is_off_by_default_where_others_reach_it(flags: list[str], is_served: bool) -> None:
+def test_the_page_is_off_by_default_if_others_can_reach_it(flags: list[str], is_served: bool) -> None:
     assert has_page(parse(OrchestratorConfig, "orchestrator", flags, {})) == is_served

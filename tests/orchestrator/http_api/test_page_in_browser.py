@@ -84,7 +84,7 @@ async def answer_with(page: Page, *rounds: dict[str, Any]) -> None:
     await page.value(f"answers['/v1/chat/completions'] = () => new Response({json.dumps(text)}); 0")
 
 
-async def test_an_answer_is_read_and_its_tree_is_seen(page: Page) -> None:
+async def test_an_answer_is_displayed_with_its_tree(page: Page) -> None:
     assert await page.value("document.querySelectorAll('#tree circle').length") > 5, "an example explains the marks"
     await ask(page, QUESTION)
     await page.until(ANSWERED)
@@ -105,7 +105,7 @@ async def test_an_answer_is_read_and_its_tree_is_seen(page: Page) -> None:
 
 
 @pytest.mark.long
-async def test_enter_sends_and_shift_enter_makes_a_line(page: Page) -> None:
+async def test_enter_sends_and_shift_enter_starts_a_line(page: Page) -> None:
     """Enter made a line, and only the button sent."""
     await page.fill("#question", "one")
     await page.press_enter(with_shift=True)
@@ -116,7 +116,7 @@ async def test_enter_sends_and_shift_enter_makes_a_line(page: Page) -> None:
     assert await page.value("document.querySelector('#question').value") == ""
 
 
-async def test_a_question_that_failed_is_not_asked_again_with_the_next(page: Page) -> None:
+async def test_a_failed_question_is_not_repeated_with_the_next(page: Page) -> None:
     """It stayed in the conversation with an empty answer, so that every later question failed."""
     await ask(page, "word " * 20_000)
     await page.until(FAILED)
@@ -131,7 +131,7 @@ async def test_a_question_that_failed_is_not_asked_again_with_the_next(page: Pag
 
 
 @pytest.mark.long
-async def test_a_question_that_failed_can_be_tried_again(page: Page) -> None:
+async def test_a_failed_question_can_be_tried_again(page: Page) -> None:
     await page.value("answers['/v1/chat/completions'] = () => Promise.reject(new TypeError('gone')); 0")
     await ask(page, QUESTION)
     await page.until(FAILED)
@@ -142,7 +142,7 @@ async def test_a_question_that_failed_can_be_tried_again(page: Page) -> None:
     assert await page.texts(".question") == [QUESTION]
 
 
-async def test_an_answer_that_is_cut_off_is_said_to_be(page: Page) -> None:
+async def test_a_truncated_answer_is_marked(page: Page) -> None:
     await page.value("answers['/v1/chat/completions'] = () => new Response(': keep-alive\\n\\n'); 0")
     await ask(page, QUESTION)
     await page.until(FAILED)
@@ -168,7 +168,7 @@ async def test_a_past_round_shows_its_tree(page: Page) -> None:
 
 
 @pytest.mark.long
-async def test_after_an_answer_the_last_tree_is_seen_and_not_a_root_alone(page: Page) -> None:
+async def test_after_an_answer_the_last_tree_is_shown_and_not_only_a_root(page: Page) -> None:
     """The last round has few tokens left, often one, and then no guesses."""
     await answer_with(page, ROUND, ROOT | {"texts": ["."], "drafted": [False]})
     await ask(page, QUESTION)
@@ -180,7 +180,7 @@ async def test_after_an_answer_the_last_tree_is_seen_and_not_a_root_alone(page: 
 
 
 @pytest.mark.long
-async def test_a_new_chat_begins_without_the_old(page: Page) -> None:
+async def test_a_new_chat_starts_without_the_old_one(page: Page) -> None:
     await ask(page, QUESTION)
     await page.until(ANSWERED)
     await page.click("#new")
@@ -192,7 +192,7 @@ async def test_a_new_chat_begins_without_the_old(page: Page) -> None:
     assert await page.value("sent.at(-1).messages") == [{"role": "user", "content": "Who are you?"}]
 
 
-async def test_an_answer_can_be_stopped_and_stays(tmp_path: Path) -> None:
+async def test_an_answer_can_be_stopped_and_remains(tmp_path: Path) -> None:
     async with http_stack(tmp_path, clock_scale=1) as door, browser_page(tmp_path / "browser") as page:
         await open_page(page, door)
         await ask(page, QUESTION, 2_000)
@@ -205,7 +205,7 @@ async def test_an_answer_can_be_stopped_and_stays(tmp_path: Path) -> None:
         assert await page.value("sent[1].messages.length") == 3
 
 
-async def test_a_server_that_has_died_has_no_workers_in_use(tmp_path: Path) -> None:
+async def test_a_dead_server_shows_no_workers_in_use(tmp_path: Path) -> None:
     """They stayed in use for ever."""
     async with browser_page(tmp_path / "browser") as page:
         async with http_stack(tmp_path) as door:
@@ -220,7 +220,7 @@ async def test_a_server_that_has_died_has_no_workers_in_use(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-async def test_a_server_that_is_stopped_while_it_answers_is_shutting_down(page: Page) -> None:
+async def test_a_server_stopped_during_an_answer_is_shown_as_shutting_down(page: Page) -> None:
     """It was called dead, although its answer went on."""
     await page.value("answers['/v1/chat/completions'] = () => new Promise(() => {}); 0")
     await ask(page, QUESTION)
@@ -230,7 +230,7 @@ async def test_a_server_that_is_stopped_while_it_answers_is_shutting_down(page: 
 
 
 @pytest.mark.long
-async def test_a_server_without_a_target_worker_is_no_dead_server(page: Page) -> None:
+async def test_a_server_without_a_target_worker_is_not_shown_as_dead(page: Page) -> None:
     """There are no models then, which the server says by an error."""
     await page.value("answers['/v1/models'] = () => new Response('{}', { status: 503 }); 0")
     await page.value('answers[\'/cluster\'] = () => new Response(\'{"workers": [], "index_problem": ""}\'); 0')
@@ -251,7 +251,7 @@ async def test_one_of_several_models_can_be_chosen(page: Page) -> None:
 
 
 @pytest.mark.long
-async def test_a_key_is_asked_for_where_one_is_needed(page: Page) -> None:
+async def test_a_key_is_requested_if_one_is_needed(page: Page) -> None:
     assert await page.value("document.querySelector('#key-field').hidden")
     await page.value(
         "answers['/cluster'] = ({ headers }) => headers.authorization == 'Bearer open'"
@@ -264,7 +264,7 @@ async def test_a_key_is_asked_for_where_one_is_needed(page: Page) -> None:
     await page.until("document.querySelector('#status').textContent == 'no target worker is ready'")
 
 
-async def test_what_others_say_is_text_and_never_markup(page: Page) -> None:
+async def test_texts_are_never_markup(page: Page) -> None:
     worker = {"kind": "target", "model_name": "<img src=x>", "model_description": "", "num_sessions": 0}
     worker |= {"kv_used_bytes": 0, "kv_bytes": 0, "num_passes": 0}
     cluster = {"workers": [{"address": "a", "info": worker, "problem": "<b>ill</b>"}], "index_problem": "<i>gone</i>"}

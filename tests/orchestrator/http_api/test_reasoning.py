@@ -102,7 +102,7 @@ def test_reasoning_is_a_separate_field_in_answers_and_streams(
         chat.ChatCompletionChunk.model_validate(chunk)
 
 
-def test_reasoning_that_is_not_asked_for_is_left_out_and_counted() -> None:
+def test_reasoning_that_is_not_requested_is_left_out_and_counted() -> None:
     said = events(INSIDE, ["Hm", ", so."], ["</think>", "4"])
     whole, chunks = answered(said, has_reasoning=False, has_logprobs=True)
     assert whole["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": "4"}
@@ -123,7 +123,7 @@ def require_it_can_be_sent_back(whole: Json) -> None:
     assert parse(ChatFields, json.dumps({"messages": said}).encode()).messages[1].role == "assistant"
 
 
-def test_a_model_without_reasoning_answers_as_before() -> None:
+def test_a_model_without_reasoning_is_unchanged() -> None:
     whole, chunks = answered(events(None, ["<think>", "Hm.</think>"]))
     assert whole["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": "<think>Hm.</think>"}
     assert "completion_tokens_details" not in whole["usage"]

@@ -76,7 +76,7 @@ def kinds_of(events: list[Json]) -> list[str]:
     return [kind for before, kind in zip(["", *kinds], kinds, strict=False) if kind != before]
 
 
-async def test_the_text_is_that_of_a_chat_with_the_same_seed_streamed_or_not(door: HttpStack) -> None:
+async def test_the_text_equals_that_of_a_chat_with_the_same_seed(door: HttpStack) -> None:
     chat = await door.answer(CHAT, CHAT_BODY)
     expected = chat["choices"][0]["message"]["content"]
     for speculation in ({"speculation": False}, {"speculation": {"budget": 8, "width": 2, "depth": 3}}):
@@ -88,7 +88,7 @@ async def test_the_text_is_that_of_a_chat_with_the_same_seed_streamed_or_not(doo
     assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
 
 
-async def test_a_whole_response_has_what_clients_read(door: HttpStack) -> None:
+async def test_a_whole_response_has_the_fields_that_clients_read(door: HttpStack) -> None:
     asked = {"instructions": "Be short.", "metadata": {"a": "b"}, "user": "u", "model": "quick"}
     response = await door.answer(PATH, BODY | asked)
     assert response["id"].startswith("resp_")
@@ -137,7 +137,7 @@ async def test_a_stream_has_the_events_of_its_items_in_order(door: HttpStack) ->
     assert whole["output"][0]["content"] == item["content"]
 
 
-async def test_a_conversation_is_the_prompt_that_a_chat_has(door: HttpStack) -> None:
+async def test_a_conversation_gives_the_same_prompt_as_a_chat(door: HttpStack) -> None:
     """Whatever form its items have."""
     said = [
         {"role": "system", "content": "a"},
@@ -173,7 +173,7 @@ async def broken_by(door: HttpStack, end: Any, **asked: Any) -> list[Json]:
     return events
 
 
-async def test_an_error_half_way_is_the_last_event(door: HttpStack) -> None:
+async def test_an_error_in_a_stream_is_its_last_event(door: HttpStack) -> None:
     async def close(_: str) -> None:
         await door.stack.requests.close_session(ScopedId("closed half-way"))
 
@@ -248,7 +248,7 @@ async def test_an_aborted_request_is_a_cancelled_response(door: HttpStack) -> No
         ("min_tokens", 13),
     ],
 )
-async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str, value: Any) -> None:
+async def test_an_invalid_field_is_named(door: HttpStack, field: str, value: Any) -> None:
     name = field.partition(".")[0].partition("[")[0]
     for stream in (False, True):
         status, error = await door.refusal(PATH, BODY | {"ignore_eos": None, "stream": stream, name: value})
@@ -267,12 +267,12 @@ async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str,
         dict.fromkeys(name for name in ResponseFields.model_fields if name not in BODY),
     ],
 )
-async def test_what_says_nothing_new_is_accepted(door: HttpStack, asked: Json) -> None:
+async def test_default_values_are_accepted(door: HttpStack, asked: Json) -> None:
     response = await door.answer(PATH, BODY | {"max_output_tokens": 1} | asked)
     require_openai_form([{"type": "response.incomplete", "sequence_number": 0, "response": response}])
 
 
-async def test_simulated_workers_answer_in_a_form_and_call_tools(door: HttpStack) -> None:
+async def test_simulated_workers_follow_formats_and_call_tools(door: HttpStack) -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer"}},
@@ -311,7 +311,7 @@ def asked_for(**fields: Any) -> tuple[ResponseFields, Tools | None]:
     return given, tools_of(given.tools, "", given.tool_choice, allows_several=given.parallel_tool_calls)
 
 
-def test_calls_are_part_of_the_message_before_them() -> None:
+def test_calls_belong_to_the_message_before_them() -> None:
     said = [USER, {"role": "assistant", "content": "Let me see."}, CALL, CALL | {"call_id": "call_2"}, RETURNED, CALL]
     prompt, names = conversation(*asked_for(input=said, instructions="i", tools=[TOOL]))
     one, two = ToolCall("call_1", "f", "{}"), ToolCall("call_2", "f", "{}")
@@ -337,7 +337,7 @@ def test_calls_are_part_of_the_message_before_them() -> None:
         assert names_to(field, names) == known
 
 
-def test_a_tool_that_is_allowed_twice_is_allowed() -> None:
+def test_a_tool_may_be_allowed_twice() -> None:
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [NAMED, NAMED]}
     _, tools = asked_for(tools=[TOOL], tool_choice=allowed)
     assert tools is not None
@@ -367,7 +367,7 @@ def streamed(*events: Event, **fields: Any) -> tuple[list[Json], Json]:
     return told, answer.whole()
 
 
-def test_calls_are_items_of_their_own_between_messages() -> None:
+def test_calls_are_separate_items_between_messages() -> None:
     pieces = ["Well. ", '<tool_call>\n{"name": "f", "arg', 'uments": {"a', '": 1}}\n</tool_call>']
     events, response = streamed(Started("r", 5, 1, "m"), *map(tokens, [*pieces, pieces[1], pieces[2] + pieces[3]]),
                                 ended(), tools=[TOOL], tool_choice="auto")  # fmt: skip
@@ -388,7 +388,7 @@ def test_calls_are_items_of_their_own_between_messages() -> None:
     assert [event["output_index"] for event in deltas] == sorted(event["output_index"] for event in deltas)
 
 
-def test_a_call_that_is_cut_off_is_incomplete() -> None:
+def test_a_truncated_call_is_incomplete() -> None:
     _, response = streamed(
         Started("r", 5, 1, "m"), tokens('<tool_call>{"name": "f", "arguments": {"a'), ended("length"), tools=[TOOL]
     )
@@ -404,7 +404,7 @@ def test_without_text_there_is_an_empty_message() -> None:
     assert events[-1]["type"] == "response.completed"
 
 
-def test_log_probabilities_are_sent_with_the_text_of_their_tokens() -> None:
+def test_log_probabilities_are_sent_with_their_tokens_text() -> None:
     at = [PositionLogprobs(TokenLogprob(token, -0.5), ()) for token in (0, 1)]
     events, response = streamed(
         Started("r", 5, 1, "m"), tokens("", at[0]), tokens("ab"), tokens("", at[1]), ended(), **LOGPROBS
@@ -415,7 +415,7 @@ def test_log_probabilities_are_sent_with_the_text_of_their_tokens() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}])
-def test_what_is_asked_for_is_repeated(more: Json) -> None:
+def test_the_requests_settings_are_repeated_in_the_response(more: Json) -> None:
     schema = {"type": "object", "properties": {"a": {}}}
     form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
     named = more or NAMED
