@@ -50,7 +50,7 @@ async def is_announced(stage: Stage) -> bool:
 # A stop event ends it
 
 
-async def test_it_serves_until_the_stop_event_and_leaves_signals_alone(stage: Stage) -> None:
+async def test_it_serves_until_the_stop_event_without_signal_handlers(stage: Stage) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     stop = asyncio.Event()
     async with assembled(config_of(stage), stop) as orchestrator:
@@ -85,7 +85,7 @@ async def test_an_orchestrator_stopped_before_the_index_answers_does_not_start(s
 # Draining
 
 
-async def test_a_successor_has_its_ports_while_it_drains(stage: Stage) -> None:
+async def test_a_successor_can_use_the_ports_during_a_drain(stage: Stage) -> None:
     """Whoever came while a stream lasted was refused: a redeploy may take as long as the longest of them."""
     ports = [free_port(HOST) for _ in range(3)]
     names = ("--port", "--http-port", "--metrics-port")
@@ -112,7 +112,7 @@ async def test_a_successor_has_its_ports_while_it_drains(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("is_reading", [True, False])
-async def test_what_does_not_finish_in_time_is_freed_whether_it_is_read_or_not(stage: Stage, is_reading: bool) -> None:
+async def test_unfinished_requests_are_freed_whether_they_are_read_or_not(stage: Stage, is_reading: bool) -> None:
     stop = asyncio.Event()
     async with assembled(config_of(stage, "--drain-seconds", "0.3"), stop) as orchestrator:
         await until(lambda: orchestrator.is_ready)
@@ -132,7 +132,7 @@ async def test_what_does_not_finish_in_time_is_freed_whether_it_is_read_or_not(s
             await anext(events)
 
 
-async def test_the_end_of_the_block_frees_what_nobody_drained(stage: Stage) -> None:
+async def test_the_end_of_the_block_frees_everything_without_a_drain(stage: Stage) -> None:
     async with assembled(config_of(stage), asyncio.Event()) as orchestrator:
         await until(lambda: orchestrator.is_ready)
         events = orchestrator.callers.tenant(()).generate(PROMPT, LONG)
@@ -146,7 +146,7 @@ async def test_the_end_of_the_block_frees_what_nobody_drained(stage: Stage) -> N
 
 
 @pytest.mark.parametrize("session_id", ["", "kept"])
-async def test_a_caller_that_stops_reading_holds_nothing(stage: Stage, session_id: str) -> None:
+async def test_a_caller_that_stops_reading_occupies_nothing(stage: Stage, session_id: str) -> None:
     async with orchestrating(stage, "--stalled-timeout", "0.3") as orchestrator:
         events = orchestrator.callers.tenant(()).generate(PROMPT, replace(LONG, session_id=session_id))
         for _ in range(3):
@@ -164,7 +164,7 @@ async def test_a_caller_that_stops_reading_holds_nothing(stage: Stage, session_i
 
 
 @pytest.mark.slow
-async def test_a_caller_that_reads_in_time_is_left_alone(stage: Stage) -> None:
+async def test_a_caller_that_reads_in_time_is_not_ended(stage: Stage) -> None:
     async with orchestrating(stage, "--stalled-timeout", "2") as orchestrator:
         num_events = 0
         async for _ in orchestrator.callers.tenant(()).generate(PROMPT, replace(SHORT, max_tokens=40)):
@@ -188,7 +188,7 @@ async def test_a_caller_that_reads_in_time_is_left_alone(stage: Stage) -> None:
         (PROMPT, {"model": "\ud800"}, "model"),
     ],
 )
-async def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(
+async def test_half_a_surrogate_pair_is_refused_with_its_fields_name(
     orchestrator: Orchestrator, prompt: Prompt, changes: dict[str, object], name: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"^{name}: must be UTF-8"):
@@ -196,7 +196,7 @@ async def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(
 
 
 @pytest.mark.parametrize(("name", "why"), [("\ud800", "must be UTF-8"), ("s" * 257, "at most 256 characters, got 257")])
-async def test_a_session_whose_name_cannot_be_is_refused_and_no_fault_of_the_index(
+async def test_an_invalid_session_name_is_refused_and_does_not_count_as_a_fault_of_the_index(
     orchestrator: Orchestrator, name: str, why: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"^session_id: .*{why}"):

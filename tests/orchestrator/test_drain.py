@@ -106,7 +106,7 @@ async def is_gone(client: Client) -> bool:
 
 
 @pytest.mark.pipeline
-async def test_what_has_come_in_finishes_and_nothing_new_comes_in(stage: Stage) -> None:
+async def test_accepted_requests_finish_and_new_ones_are_refused(stage: Stage) -> None:
     stage.target.may_answer.clear()
     async with program(stage, "--max-running", "1") as orchestrator:
         running = await begun(stage, orchestrator.client)
@@ -127,7 +127,7 @@ async def test_what_has_come_in_finishes_and_nothing_new_comes_in(stage: Stage) 
 
 
 @pytest.mark.pipeline
-async def test_a_second_signal_ends_it_at_once(stage: Stage) -> None:
+async def test_a_second_signal_ends_a_drain_at_once(stage: Stage) -> None:
     stage.target.may_answer.clear()
     async with program(stage, "--drain-seconds", "600") as orchestrator:
         running = await begun(stage, orchestrator.client)
@@ -150,7 +150,7 @@ async def is_refused_in_the_end(client: Client) -> bool:
 
 
 @pytest.mark.pipeline
-async def test_workers_let_sessions_finish_and_take_no_new_ones(tiny: Path) -> None:
+async def test_workers_let_sessions_finish_and_accept_no_new_ones(tiny: Path) -> None:
     """Both are real: a stream that runs at the signal goes on to its end, with the tokens of an undisturbed run.
 
     The target takes what memory is free, and so has started when the draft had what it needs: both once took their
@@ -223,7 +223,7 @@ def track(gate: Drainer, method: str, request: object = None) -> Iterator[None]:
         yield
 
 
-async def test_a_gate_that_is_shut_refuses_work_and_nothing_else() -> None:
+async def test_a_closed_gate_refuses_work_and_nothing_else() -> None:
     gate = Drainer("Generate")
     with track(gate, "Generate"):
         gate.stop_accepting("draining")
@@ -235,7 +235,7 @@ async def test_a_gate_that_is_shut_refuses_work_and_nothing_else() -> None:
     assert await gate.wait_idle(0.0)
 
 
-async def test_a_session_in_the_middle_of_a_request_is_let_through() -> None:
+async def test_a_session_with_a_running_request_is_let_through() -> None:
     clock = Clock()
     gate = SessionGate("Verify", clock=clock)
     for session_id in ("a", "b"):
@@ -256,7 +256,7 @@ async def test_a_session_in_the_middle_of_a_request_is_let_through() -> None:
     assert not gate.is_busy
 
 
-async def test_what_is_cut_off_is_unavailable_and_what_its_caller_leaves_is_cancelled() -> None:
+async def test_interrupted_calls_are_unavailable_and_abandoned_ones_cancelled() -> None:
     gate = Drainer("Generate")
     freed: list[str] = []
 
@@ -285,7 +285,7 @@ NUM_TOKENS = 60
 
 
 @pytest.mark.slow
-async def test_a_stream_outlives_its_connections_age_and_new_calls_go_over_another(
+async def test_a_stream_outlives_its_connections_maximum_age_and_new_calls_use_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client's connection to the orchestrator, and the orchestrator's to the target, which is called each round."""

@@ -98,7 +98,7 @@ async def answer(client: Client, options: GenerateOptions = SHORT) -> tuple[Star
 
 
 @pytest.mark.parametrize("key", ["", "sk-nobody", ALICE[:-1], hash_of(ALICE)])
-async def test_nothing_over_grpc_is_answered_without_a_key(door: Guarded, key: str) -> None:
+async def test_grpc_refuses_every_call_without_a_key(door: Guarded, key: str) -> None:
     """Every call of the service, unknown ones and reflection: before a message of theirs is read."""
     async with door.client(key) as client:
         calls: list[Callable[[], Awaitable[object]]] = [
@@ -124,7 +124,7 @@ async def test_nothing_over_grpc_is_answered_without_a_key(door: Guarded, key: s
     assert not door.stage.target.asked
 
 
-async def test_a_key_opens_both_doors_as_its_clients_have_it(door: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_works_over_both_apis(door: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     async with door.client(ALICE) as client:
         started, finished = await answer(client)
         assert (finished.finish_reason, len(started.request_id)) == ("length", 32)
@@ -137,7 +137,7 @@ async def test_a_key_opens_both_doors_as_its_clients_have_it(door: Guarded, monk
         assert (await client.get("/v1/models")).status_code == 200
 
 
-async def test_users_of_a_load_test_show_their_key(door: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_users_of_a_load_test_send_their_key(door: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody could try an orchestrator under load that is guarded as it should be."""
     doors = pytest.importorskip("loadtest.locust.doors", reason="extra `loadtest`")
     for key in (ALICE, ""):
@@ -150,7 +150,7 @@ async def test_users_of_a_load_test_show_their_key(door: Guarded, monkeypatch: p
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer sk-nobody"}, {"authorization": ALICE}])
-async def test_nothing_over_http_is_answered_without_a_key(door: Guarded, headers: dict[str, str]) -> None:
+async def test_http_refuses_every_request_without_a_key(door: Guarded, headers: dict[str, str]) -> None:
     """But health; also no path that is not there, and before a body is read."""
     paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/x/cancel", "/tokenize")
     asked = [("POST", path) for path in (*paths, "/detokenize")] + [("DELETE", "/v1/responses/x")]
@@ -179,7 +179,7 @@ async def test_nothing_over_http_is_answered_without_a_key(door: Guarded, header
     assert not door.stage.target.asked
 
 
-async def test_metrics_need_a_key_unless_they_are_open(tmp_path: Path) -> None:
+async def test_metrics_need_a_key_unless_they_are_public(tmp_path: Path) -> None:
     async with guarded(tmp_path) as door, door.http(ALICE) as client:
         assert any(text_string_to_metric_families((await client.get("/metrics")).text))
         assert door.orchestrator.requests.metrics_url.startswith("http://127.0.0.1:")
@@ -209,7 +209,7 @@ async def test_keys_change_while_streams_run(door: Guarded) -> None:
         await alice.models()
 
 
-async def test_ids_of_one_tenant_are_nobodys_to_another(door: Guarded) -> None:
+async def test_a_tenants_ids_are_unknown_to_others(door: Guarded) -> None:
     """Equal names at one time are two requests in two sessions; a foreign name is answered as an unknown one."""
     named = GenerateOptions(request_id="r", session_id="s", max_tokens=3, temperature=0.0)
     door.stage.target.may_answer.clear()
@@ -228,7 +228,7 @@ async def test_ids_of_one_tenant_are_nobodys_to_another(door: Guarded) -> None:
         assert again.prompt_tokens == 5 + 3 + 5  # Alice's session is still there
 
 
-async def test_a_foreign_request_is_neither_aborted_nor_resumed_nor_explained(door: Guarded) -> None:
+async def test_another_tenants_request_is_neither_aborted_nor_resumed_nor_explained(door: Guarded) -> None:
     door.stage.target.may_answer.clear()
     async with door.client(ALICE) as alice, door.client(BOB) as bob:
         running = asyncio.create_task(answer(alice, GenerateOptions(request_id="r", max_tokens=3, seed=1)))
@@ -246,7 +246,7 @@ async def test_a_foreign_request_is_neither_aborted_nor_resumed_nor_explained(do
         assert await raw(door, ALICE, resume)
 
 
-async def test_what_a_key_allows_holds_at_both_doors(tmp_path: Path) -> None:
+async def test_a_keys_limits_apply_to_both_apis(tmp_path: Path) -> None:
     async with guarded(tmp_path, requests=1, tokens_per_minute=20) as door:
         door.stage.target.may_answer.clear()
         async with door.client(ALICE) as alice, door.client(BOB) as bob, door.http(ALICE) as http:
@@ -272,7 +272,7 @@ async def test_what_a_key_allows_holds_at_both_doors(tmp_path: Path) -> None:
             await answer(bob)
 
 
-async def test_a_large_body_counts_for_its_key_also_if_it_is_refused(tmp_path: Path) -> None:
+async def test_a_large_body_counts_for_its_key_even_if_it_is_refused(tmp_path: Path) -> None:
     """It was read for nothing as often as its sender liked."""
     many = {"prompt": [[]] * 70_000}
     long = {"prompt": "x" * LARGE_BYTES, "n": "many"}
@@ -288,7 +288,7 @@ async def test_a_large_body_counts_for_its_key_also_if_it_is_refused(tmp_path: P
             assert (await bob.post("/v1/completions", json=BODY)).status_code == 200
 
 
-async def test_a_large_body_is_not_read_while_as_many_requests_run_as_the_key_allows(tmp_path: Path) -> None:
+async def test_a_large_body_is_not_read_while_its_keys_request_limit_is_reached(tmp_path: Path) -> None:
     async with guarded(tmp_path, requests=1) as door, door.client(ALICE) as alice, door.http(ALICE) as http:
         door.stage.target.may_answer.clear()
         running = asyncio.create_task(answer(alice))
@@ -333,7 +333,7 @@ async def test_a_tenant_keeps_as_many_sessions_as_its_key_allows(tmp_path: Path)
 
 
 @pytest.mark.pipeline
-async def test_sighup_has_the_keys_read_again_and_ends_nothing(tmp_path: Path) -> None:
+async def test_sighup_reloads_keys_without_ending_streams(tmp_path: Path) -> None:
     """The program's own handler, in a process of its own."""
     file = tmp_path / "keys"
     file.touch(0o600)
@@ -374,7 +374,7 @@ async def raw(door: Guarded, key: str, options: GenerateOptions) -> list[pb.Gene
             raise to_error(exc, door.address) from exc
 
 
-async def test_who_has_the_workers_secret_may_ask_how_all_is_and_nothing_of_a_tenants(tmp_path: Path) -> None:
+async def test_the_workers_secret_allows_status_calls_and_no_access_to_tenants(tmp_path: Path) -> None:
     secret, file = "0123456789abcdef" * 4, tmp_path / "worker.key"
     file.touch(0o600)
     file.write_text(secret)

@@ -96,7 +96,7 @@ async def refused(client: Client) -> str:
     return str(told.value)
 
 
-async def test_both_doors_answer_over_tls(door: Door, tmp_path: Path) -> None:
+async def test_both_apis_answer_over_tls(door: Door, tmp_path: Path) -> None:
     async with door.client(knowing(tmp_path)) as client:
         assert (await answered(client)).usage.completion_tokens == 3
         assert (await client.server_info()).http_url.startswith("https://127.0.0.1:")
@@ -109,7 +109,7 @@ async def test_both_doors_answer_over_tls(door: Door, tmp_path: Path) -> None:
     assert await status_of(door.address, files=knowing(tmp_path)) == "SERVING"
 
 
-async def test_a_client_that_does_not_fit_is_refused_with_the_reason_at_once(door: Door, tmp_path: Path) -> None:
+async def test_a_client_with_wrong_tls_settings_is_refused_with_the_reason_at_once(door: Door, tmp_path: Path) -> None:
     stranger = await refused(door.client(knowing(tmp_path, STRANGER, "stranger")))
     assert "its certificate must be of the authority in --tls-ca (BOUGH_TLS_CA)" in stranger
     plain = await refused(door.client(CertificateFiles()))
@@ -133,7 +133,7 @@ async def change(door: Door, authority: Authority, *hosts: str) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_plain_http_at_the_door_of_https_ends_at_once_and_is_logged(
+async def test_plain_http_at_the_https_port_ends_at_once_and_is_logged(
     door: Door, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = door.orchestrator.requests.http_url.replace("https", "http")
@@ -144,7 +144,7 @@ async def test_plain_http_at_the_door_of_https_ends_at_once_and_is_logged(
         await until(lambda: "it speaks plain HTTP, but this port serves https://" in caplog.text)
 
 
-async def test_https_at_the_door_of_plain_http_ends_at_once(tmp_path: Path) -> None:
+async def test_https_at_the_plain_http_port_ends_at_once(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage, assembled(config_of(stage), asyncio.Event()) as orchestrator:
         url = orchestrator.requests.http_url.replace("http", "https")
         async with httpx.AsyncClient(base_url=url, timeout=30) as http, asyncio.timeout(AT_ONCE_SECONDS):
@@ -158,7 +158,7 @@ async def test_https_at_the_door_of_plain_http_ends_at_once(tmp_path: Path) -> N
         )
 
 
-async def test_handshakes_are_bounded_in_number_and_in_time(
+async def test_handshakes_are_limited_in_number_and_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "most_connections", lambda: 2)
@@ -178,7 +178,7 @@ async def test_handshakes_are_bounded_in_number_and_in_time(
             writer.close()
 
 
-async def test_clients_without_a_certificate_are_refused_where_one_is_asked_for(
+async def test_clients_without_a_certificate_are_refused_if_one_is_required(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = tmp_path / "theirs"
@@ -202,7 +202,7 @@ async def test_clients_without_a_certificate_are_refused_where_one_is_asked_for(
             await until(lambda: "it has no certificate, but --tls-client-ca requires one" in caplog.text)
 
 
-async def test_a_certificate_changes_under_a_running_stream(door: Door, tmp_path: Path) -> None:
+async def test_a_certificate_can_be_replaced_during_a_stream(door: Door, tmp_path: Path) -> None:
     """The stream goes on; the next connection has the new one, of another authority."""
     door.stage.target.sweep_seconds = 0.02
     shown = context_of(AUTHORITY)
@@ -224,7 +224,7 @@ async def test_a_certificate_changes_under_a_running_stream(door: Door, tmp_path
     await refused(door.client(knowing(tmp_path)))
 
 
-async def test_a_client_has_its_new_authority_after_a_failure(door: Door, tmp_path: Path) -> None:
+async def test_a_client_reads_a_new_authority_after_a_failure(door: Door, tmp_path: Path) -> None:
     files = knowing(tmp_path)
     async with door.client(files) as client:
         await client.models()
@@ -234,7 +234,7 @@ async def test_a_client_has_its_new_authority_after_a_failure(door: Door, tmp_pa
             assert await other.models()
 
 
-async def test_workers_are_called_over_tls_alone_where_there_is_an_authority(
+async def test_workers_are_only_called_over_tls_if_there_is_an_authority(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The stage's target speaks plain text: an orchestrator with --tls-ca does not send it anything."""
@@ -248,7 +248,7 @@ async def test_workers_are_called_over_tls_alone_where_there_is_an_authority(
         assert stage.target.asked == []
 
 
-async def test_figures_are_served_over_tls_and_found_there(tmp_path: Path) -> None:
+async def test_metrics_are_served_over_tls_and_found_there(tmp_path: Path) -> None:
     """One that says nothing keeps nobody waiting; plain text ends at once; the certificate is that of the moment."""
     async with door_with(tmp_path, "--metrics-port", "0") as door, door.http(context_of(AUTHORITY)) as http:
         record = WorkerRecord("orchestrator", "o", door.address, metrics=door.orchestrator.metrics_address)

@@ -84,7 +84,7 @@ async def test_a_chat_answers_in_json_of_the_schema(http: httpx.AsyncClient, sam
     assert "".join(delta.get("content", "") for delta in deltas) == whole["text"]
 
 
-async def test_any_object_may_be_asked_for(http: httpx.AsyncClient) -> None:
+async def test_any_json_object_can_be_requested(http: httpx.AsyncClient) -> None:
     for wanted in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
         answer = await answered(http, CHAT, HELLO | {"seed": 2, "max_tokens": 60} | wanted)
         assert answer["text"].startswith("{")
@@ -102,7 +102,7 @@ async def test_any_object_may_be_asked_for(http: httpx.AsyncClient) -> None:
         ({"json": '{"const": "a"}'}, '"a"'),
     ],
 )
-async def test_vllm_s_field_asks_for_the_rest_of_it(
+async def test_vllms_field_requests_other_constraints(
     http: httpx.AsyncClient, wanted: dict[str, Any], pattern: str
 ) -> None:
     for seed in range(3):
@@ -113,7 +113,7 @@ async def test_vllm_s_field_asks_for_the_rest_of_it(
             assert answer["finish_reason"] == "stop"
 
 
-async def test_what_cannot_be_asked_for_is_named(http: httpx.AsyncClient) -> None:
+async def test_unsupported_constraints_are_named(http: httpx.AsyncClient) -> None:
     json_schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objekt"}}}
     cases = [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -145,7 +145,7 @@ async def test_what_cannot_be_asked_for_is_named(http: httpx.AsyncClient) -> Non
         assert error["message"].startswith(f"{param}: "), error
 
 
-async def test_what_would_crash_the_library_is_refused_and_the_server_goes_on(
+async def test_a_grammar_that_would_crash_the_library_is_refused_and_the_server_continues(
     http: httpx.AsyncClient, client: Client
 ) -> None:
     """llguidance recursed without end over one number, which ended every orchestrator that the client knew."""
@@ -176,7 +176,7 @@ async def generated(client: Client, options: GenerateOptions, prompt: Prompt = H
     return text, tokens
 
 
-async def test_each_turn_of_a_session_has_a_constraint_of_its_own(client: Client) -> None:
+async def test_each_turn_of_a_session_has_its_own_constraint(client: Client) -> None:
     prompt, options = ChatPrompt((Message("user", "Yes?"),)), GenerateOptions(session_id="turns", seed=5)
     for constraint, pattern in (
         (Constraint(regex=WORD), WORD),
@@ -189,7 +189,7 @@ async def test_each_turn_of_a_session_has_a_constraint_of_its_own(client: Client
         prompt = ChatPrompt((*prompt.messages, Message("assistant", text), Message("user", "And?")))
 
 
-async def test_a_resumed_stream_goes_on_within_its_constraint(client: Client) -> None:
+async def test_a_resumed_stream_continues_within_its_constraint(client: Client) -> None:
     options = GenerateOptions(seed=9, max_tokens=80, constraint=Constraint(regex=r"([a-f]{3} ){4}!"))
     whole, tokens = await generated(client, options)
     resumed = replace(options, request_id="resumed", resume=Resume(7, tuple(tokens[:7])))
@@ -200,7 +200,7 @@ async def test_a_resumed_stream_goes_on_within_its_constraint(client: Client) ->
         await generated(client, wrong)
 
 
-async def test_tokens_that_a_bias_bans_and_no_others_may_follow_is_told(client: Client) -> None:
+async def test_a_bias_that_bans_all_allowed_tokens_is_reported(client: Client) -> None:
     options = GenerateOptions(
         constraint=Constraint(regex="A+"), logit_bias={token: float("-inf") for token in range(250)}
     )

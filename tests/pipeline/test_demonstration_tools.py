@@ -60,7 +60,7 @@ async def test_a_tool_is_called_and_its_result_is_answered(client: Any) -> None:
 
 
 @pytest.mark.long
-async def test_without_a_demand_the_model_decides(client: Any) -> None:
+async def test_without_a_required_call_the_model_decides(client: Any) -> None:
     model = (await client.models.list()).data[0].id
     answer = await client.chat.completions.create(
         model=model, temperature=0, messages=[QUESTION], tools=TOOLS, max_completion_tokens=60
@@ -70,7 +70,7 @@ async def test_without_a_demand_the_model_decides(client: Any) -> None:
 
 
 @pytest.mark.long
-async def test_an_agent_has_a_round_trip_of_a_tool(client: Any) -> None:
+async def test_an_agent_calls_a_tool_and_uses_its_result(client: Any) -> None:
     agents = pytest.importorskip("agents", reason="extra `clients`")
     agents.set_tracing_disabled(True)
     called = []

@@ -124,7 +124,7 @@ async def require_equal(client: Client, options: GenerateOptions) -> tuple[Outpu
 
 
 @pytest.mark.parametrize("name", long_but([name for name in REQUESTS if name not in PARTS], REQUESTS))
-async def test_every_way_to_speculate_gives_what_plain_decoding_gives(client: Client, name: str) -> None:
+async def test_every_speculation_gives_plain_decodings_output(client: Client, name: str) -> None:
     options = REQUESTS[name]
     plain, ends = await require_equal(client, options)
     assert len(plain.logprobs) == (0 if options.logprobs is None else len(plain.token_ids))
@@ -133,7 +133,7 @@ async def test_every_way_to_speculate_gives_what_plain_decoding_gives(client: Cl
 
 
 @pytest.mark.parametrize("name", long_but(["greedy"], REPEATING))
-async def test_what_was_looked_up_and_kept_is_what_plain_decoding_says(client: Client, name: str) -> None:
+async def test_accepted_lookups_equal_plain_decoding(client: Client, name: str) -> None:
     _, ends = await require_equal(client, REPEATING[name])
     for way, finished in ends.items():
         assert "self-sized" in way or finished.speculation.num_accepted_tokens > 0, way
@@ -143,7 +143,7 @@ async def test_what_was_looked_up_and_kept_is_what_plain_decoding_says(client: C
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_a_stop_text_ends_every_way_at_the_same_place(client: Client, temperature: float) -> None:
+async def test_a_stop_text_ends_every_speculation_at_the_same_position(client: Client, temperature: float) -> None:
     """It is longer than a token, and lies within what one round accepts or across two, as trees will have it."""
     options = replace(GREEDY, temperature=temperature, seed=6, logit_bias=LETTERS, frequency_penalty=0.5, logprobs=1)
     whole, _ = await generate(client, options, PLAIN)
@@ -156,9 +156,7 @@ async def test_a_stop_text_ends_every_way_at_the_same_place(client: Client, temp
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
-async def test_nothing_ends_before_so_many_tokens_any_way_and_then_what_is_drawn_does(
-    client: Client, temperature: float
-) -> None:
+async def test_min_tokens_holds_for_every_speculation(client: Client, temperature: float) -> None:
     """Stop tokens are not drawn so early, and neither are they guessed; a stop text that is whole so early is text."""
     ends = frozenset(range(0, 262, 2))  # every other token: without a bound it ends at once
     logprobs = 0 if temperature else None  # plain greedy decoding looks at the largest logit alone
@@ -181,9 +179,7 @@ async def test_nothing_ends_before_so_many_tokens_any_way_and_then_what_is_drawn
 
 @pytest.mark.parametrize("scheme", [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL])
 @pytest.mark.parametrize("growth", [SHAPE, StaticShape.chains(3, 4)], ids=["shape", "chains"])
-async def test_schemes_that_verify_samples_repeat_themselves(
-    client: Client, scheme: Scheme, growth: StaticShape
-) -> None:
+async def test_schemes_that_verify_samples_are_repeatable(client: Client, scheme: Scheme, growth: StaticShape) -> None:
     """Their text depends on the tree, as on another seed: the same seed and the same plan give it again."""
     way = Speculation(growth=growth, scheme=scheme)
     options = replace(SAMPLED, seed=7, top_p=0.9, logit_bias=LETTERS, frequency_penalty=0.3, logprobs=1)
@@ -200,7 +196,7 @@ async def test_schemes_that_verify_samples_repeat_themselves(
     assert other.token_ids != first.token_ids
 
 
-async def test_without_chance_all_schemes_are_one(client: Client) -> None:
+async def test_greedy_output_is_the_same_with_all_schemes(client: Client) -> None:
     plain, _ = await generate(client, GREEDY, PLAIN)
     for scheme in Scheme:
         output, _ = await generate(client, GREEDY, Speculation(growth=SHAPE, scheme=scheme, lookup=0))

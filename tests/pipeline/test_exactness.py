@@ -340,7 +340,7 @@ def same_numbers(seed: int, round_: int, index: int) -> np.random.Generator:
 
 @pytest.mark.parametrize("num_seeds", long_but([1_000], [1_000, 4_000]))
 @pytest.mark.parametrize("scheme", list(Scheme))
-def test_the_engines_own_rounds_follow_the_law_over_seeds(scheme: Scheme, num_seeds: int) -> None:
+def test_the_engines_own_rounds_follow_the_distribution_over_seeds(scheme: Scheme, num_seeds: int) -> None:
     """Everything for real, numbers included; the grid above draws from numpy's."""
     world = World(SamplingParams(temperature=0.8, top_p=0.9), "bad", seed=3)
     texts: Counter[Text] = Counter()

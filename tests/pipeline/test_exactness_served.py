@@ -206,7 +206,7 @@ def _numbers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("scheme", list(Scheme))
-def test_served_text_follows_the_law_of_plain_sampling(scheme: Scheme) -> None:
+def test_served_text_has_the_distribution_of_plain_sampling(scheme: Scheme) -> None:
     texts = texts_of(scheme)
     assert texts[:NUM_WHOLE].tolist() == [served_text(scheme, seed) for seed in range(NUM_WHOLE)]
     assert min(fits(texts)) > ALLOWED
@@ -222,6 +222,6 @@ def siblings_by_token(tree: Tree) -> Tree:
 
 
 @pytest.mark.parametrize("scheme", SAMPLED)
-def test_siblings_in_another_order_are_found_out(scheme: Scheme) -> None:
+def test_siblings_in_another_order_are_detected(scheme: Scheme) -> None:
     """The test of the test above."""
     assert min(fits(texts_of(scheme, siblings_by_token))) < ALLOWED

@@ -118,7 +118,7 @@ async def test_killing_the_draft_changes_nothing_in_the_stream(cluster: Cluster,
     assert any("draft worker" in warning for warning in finished.warnings)
 
 
-async def test_without_a_draft_guesses_come_from_the_text_itself(fakes: Fleet) -> None:
+async def test_without_a_draft_guesses_come_from_the_text(fakes: Fleet) -> None:
     """Guesses come from the draft, else from the text, else not at all."""
     target, _ = await fakes.target("target")
     draft, is_dead = await fakes.worker(FakeDraft("draft", fakes.tokenizer)), asyncio.Event()
@@ -144,7 +144,7 @@ async def test_without_a_draft_guesses_come_from_the_text_itself(fakes: Fleet) -
     assert plain.end.speculation.tokens_per_round == 1.0
 
 
-async def test_a_draft_that_hangs_costs_its_timeout_and_nothing_else(cluster: Cluster, client: Client) -> None:
+async def test_a_hanging_draft_only_costs_its_timeout(cluster: Cluster, client: Client) -> None:
     undisturbed = await undisturbed_tokens(client)
     tokens, finished = await run(client, LONG, 40, lambda: end(cluster, "draft_worker", signal.SIGSTOP))
     end(cluster, "draft_worker", signal.SIGCONT)
@@ -163,7 +163,7 @@ async def test_killing_the_target_gives_a_status_within_seconds(cluster: Cluster
             await asyncio.sleep(0.1)
 
 
-async def test_another_orchestrator_goes_on_with_the_stream_of_one_that_was_killed(cluster: Cluster) -> None:
+async def test_another_orchestrator_continues_the_stream_of_a_killed_one(cluster: Cluster) -> None:
     orchestrator = cluster.children["orchestrator"]
     victim = cluster.start("second", orchestrator.command, orchestrator.variables)
     registry = Registry(cluster.index_url)
@@ -187,7 +187,7 @@ async def test_another_orchestrator_goes_on_with_the_stream_of_one_that_was_kill
     assert any("was resumed" in warning for warning in finished.warnings)
 
 
-async def test_killing_the_index_stops_no_stream_and_is_told(cluster: Cluster, client: Client) -> None:
+async def test_killing_the_index_stops_no_stream_and_is_reported(cluster: Cluster, client: Client) -> None:
     """Nothing depends on the index's truth: the workers last known go on, and the problem is named."""
     undisturbed = await undisturbed_tokens(client)
     tokens, finished = await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "index")), 60)
@@ -202,7 +202,7 @@ async def test_killing_the_index_stops_no_stream_and_is_told(cluster: Cluster, c
     assert any("index" in warning for warning in finished.warnings)
 
 
-async def test_a_draft_that_comes_back_is_used_again(cluster: Cluster, client: Client) -> None:
+async def test_a_restarted_draft_is_used_again(cluster: Cluster, client: Client) -> None:
     end(cluster, "draft_worker")
     cluster.children["draft_worker"].process.wait()
     cluster.restart("draft_worker")
@@ -263,7 +263,7 @@ SIGNALS, MOMENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL), ("it serves"
 
 
 @pytest.mark.parametrize(("number", "when"), long_but(zip(SIGNALS, MOMENTS, strict=True), product(SIGNALS, MOMENTS)))
-async def test_bough_up_leaves_no_process_behind(tiny: Path, tmp_path: Path, number: signal.Signals, when: str) -> None:
+async def test_bough_up_leaves_no_processes(tiny: Path, tmp_path: Path, number: signal.Signals, when: str) -> None:
     """Gently or not; only workers with weights have something to load."""
     marker = tmp_path / "marked"
     marker.symlink_to(tiny)

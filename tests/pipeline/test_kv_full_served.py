@@ -54,7 +54,7 @@ def figure(requests: Requests, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 
 
-async def test_a_request_that_gives_way_in_the_middle_says_what_it_would_have(tiny: Path) -> None:
+async def test_a_preempted_request_gives_the_same_output(tiny: Path) -> None:
     flags = ["--max-context", str(CONTEXT), "--max-nodes", str(NODES), "--kv-memory", str(FIT * TOKEN_BYTES)]
     async with pipeline(settings(tiny, None, *flags)) as cluster, requests_at(cluster) as requests:
         older, younger = (requests.generate(PROMPT, replace(OPTIONS, request_id=name)) for name in ("older", "younger"))

@@ -72,7 +72,7 @@ async def keys_without_an_end(services: Stack) -> set[bytes]:
         return {key async for key in client.scan_iter(count=1000) if await client.ttl(key) < 0}
 
 
-async def test_abandoned_sessions_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_abandoned_sessions_leave_nothing(tmp_path: Path) -> None:
     async with stack(tmp_path, "--kv-memory", "150KB", "--lease-seconds", "0.05", "--rows", "16") as services:
         abandoner = Abandoner(services.addresses["orchestrator"], random.Random(1))
         await abandoner.run(100, 16)  # what is made once and kept is made now

@@ -61,7 +61,9 @@ def output(rounds: list[Tokens]) -> list[tuple[int, object]]:
 
 
 @pytest.mark.parametrize("options", long_but([PENALISED], OPTIONS.values()), ids=OPTIONS)
-async def test_the_output_is_plain_decodings(draftless: Client, drafting: Client, options: GenerateOptions) -> None:
+async def test_lookup_gives_plain_decodings_output(
+    draftless: Client, drafting: Client, options: GenerateOptions
+) -> None:
     plain, _ = await generate(draftless, replace(options, speculation=PLAIN))
     runs = await asyncio.gather(
         *(
@@ -74,7 +76,7 @@ async def test_the_output_is_plain_decodings(draftless: Client, drafting: Client
         assert output(rounds) == output(plain)
 
 
-async def test_text_that_repeats_gains_tokens_per_round(draftless: Client) -> None:
+async def test_repetitive_text_has_more_tokens_per_round(draftless: Client) -> None:
     """Whoever says only two words has said before what comes next."""
     options = replace(GREEDY, max_tokens=200, logit_bias=TWO_WORDS, speculation=SIZE)
     rounds, finished = await generate(draftless, options)
@@ -86,7 +88,7 @@ async def test_text_that_repeats_gains_tokens_per_round(draftless: Client) -> No
     assert without.speculation.tokens_per_round == 1.0
 
 
-async def test_a_token_that_both_had_guessed_counts_for_the_draft(drafting: Client) -> None:
+async def test_a_token_guessed_by_both_counts_for_the_draft(drafting: Client) -> None:
     _, both = await generate(drafting, replace(GREEDY, speculation=SIZE))
     _, draft_alone = await generate(drafting, replace(GREEDY, speculation=replace(SIZE, lookup=0)))
     assert draft_alone.speculation.num_lookup_tokens == 0
@@ -95,7 +97,7 @@ async def test_a_token_that_both_had_guessed_counts_for_the_draft(drafting: Clie
     assert both.speculation.num_rounds <= 1.1 * draft_alone.speculation.num_rounds + 1
 
 
-async def test_trees_are_no_larger_than_asked_for(drafting: Client, draftless: Client) -> None:
+async def test_trees_are_no_larger_than_requested(drafting: Client, draftless: Client) -> None:
     sizes = Speculation(budget=6, depth=2, lookup=31)
     for client in (drafting, draftless):
         rounds, _ = await generate(client, replace(GREEDY, speculation=sizes))
@@ -103,7 +105,7 @@ async def test_trees_are_no_larger_than_asked_for(drafting: Client, draftless: C
         assert max(event.tree_depth for event in rounds) <= 2
 
 
-async def test_no_draft_on_purpose_is_no_problem(draftless: Client) -> None:
+async def test_a_deliberately_missing_draft_is_no_problem(draftless: Client) -> None:
     _, finished = await generate(draftless, GREEDY)
     assert finished.warnings == ()
     assert finished.speculation.num_degraded_rounds == 0
@@ -113,7 +115,7 @@ async def test_no_draft_on_purpose_is_no_problem(draftless: Client) -> None:
 
 
 @pytest.mark.parametrize("scheme", [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL])
-async def test_what_is_looked_up_comes_beside_samples_where_it_is_asked_for(drafting: Client, scheme: Scheme) -> None:
+async def test_lookups_are_added_to_samples_on_request(drafting: Client, scheme: Scheme) -> None:
     """That the distribution stays the target's is shown in tests/target_worker/verification/test_traversal.py."""
     sampling = Speculation(growth=StaticShape.chains(2, 3), scheme=scheme)
     options = replace(SAMPLED, logit_bias=TWO_WORDS, logprobs=0)
@@ -126,7 +128,7 @@ async def test_what_is_looked_up_comes_beside_samples_where_it_is_asked_for(draf
     assert len(both) < len(alone), "it takes fewer rounds"
 
 
-async def test_where_nothing_was_sampled_what_is_looked_up_is_judged_by_the_targets_own_draws(
+async def test_without_samples_lookups_are_verified_by_the_targets_own_draws(
     draftless: Client,
 ) -> None:
     options = replace(SAMPLED, logit_bias=TWO_WORDS)

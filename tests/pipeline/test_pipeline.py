@@ -104,7 +104,7 @@ async def all_tokens(client: Client, prompts: list[list[int]], options: Generate
 
 
 @pytest.mark.parametrize("load", long_but([FEW], LOADS.values()), ids=LOADS)
-async def test_greedy_output_is_that_of_generate(
+async def test_greedy_output_equals_generate(
     client: Client, smollm: Path, prompts: list[list[int]], load: Load
 ) -> None:
     """Of trees of every size, in sweeps that all of them share."""
@@ -142,7 +142,7 @@ async def test_speculation_accepts_several_tokens_a_round(client: Client, prompt
     assert not idle
 
 
-async def test_text_outside_the_basic_plane_is_streamed_whole(client: Client) -> None:
+async def test_text_outside_the_basic_plane_is_streamed_completely(client: Client) -> None:
     """A globe is four bytes in several tokens; the prompt makes the model go on with more of them."""
     prompt = TextPrompt("one 🌍 two 🚀 three 🌍 four 🚀 five 🌍 six 🚀 seven")
     events = [event async for event in client.generate(prompt, replace(GREEDY, max_tokens=16))]

@@ -62,7 +62,7 @@ async def answered(client: Client, prompt: tuple[int, ...], options: GenerateOpt
     return told
 
 
-async def test_a_text_as_a_prompt_has_the_log_probabilities_of_its_generation(client: Client, tiny: Path) -> None:
+async def test_a_generated_text_as_a_prompt_has_the_same_log_probabilities(client: Client, tiny: Path) -> None:
     """The prompt is longer than a tree, and was held by the target before: neither makes a difference."""
     generated = await answered(client, PROMPT, PLAIN)
     text = (*PROMPT, *generated.tokens)
@@ -85,7 +85,7 @@ async def test_a_text_as_a_prompt_has_the_log_probabilities_of_its_generation(cl
     assert [each.token.token_id for each in none.prompt_logprobs] == [*text[1:]]
 
 
-async def test_what_cannot_be_scored_is_named(client: Client) -> None:
+async def test_prompts_that_cannot_be_scored_are_named(client: Client) -> None:
     with pytest.raises(InvalidRequest, match="prompt_logprobs: must be 0 to 64, got 65"):
         await answered(client, PROMPT, replace(PLAIN, prompt_logprobs=65))
     with pytest.raises(InvalidRequest, match="max_tokens: must be 1 to"):
@@ -94,7 +94,7 @@ async def test_what_cannot_be_scored_is_named(client: Client) -> None:
     assert (one.prompt, one.prompt_logprobs, one.finished.finish_reason) == ([*PROMPT[:1]], [], "length")
 
 
-async def test_echo_tells_them_as_evaluation_harnesses_ask(client: Client) -> None:
+async def test_echo_returns_prompt_log_probabilities_for_evaluation_harnesses(client: Client) -> None:
     """As lm-eval's `loglikelihood` reads an answer: the continuation's entries, without the one token generated."""
     body: dict[str, Any] = {"prompt": ["Hello", "Hel"], "echo": True, "logprobs": 1, "temperature": 0, "seed": 1}
     async with httpx.AsyncClient(base_url=(await client.server_info()).http_url, timeout=60) as http:

@@ -124,7 +124,7 @@ async def test_a_request_is_one_trace_of_three_services(stack: Traced) -> None:
     assert drafted > 0
 
 
-async def test_spans_lie_within_those_that_they_are_part_of(stack: Traced) -> None:
+async def test_spans_lie_within_their_parents(stack: Traced) -> None:
     await stack.grpc("r-nested")
     spans = await stack.collector.trace_of("r-nested")
     by_id = {span.span_id: span for span in spans}
@@ -138,7 +138,7 @@ async def test_spans_lie_within_those_that_they_are_part_of(stack: Traced) -> No
     assert abs(roots[0].began_ns - time.time_ns()) < 600e9
 
 
-async def test_a_prompt_whose_probabilities_are_asked_for_is_in_the_trace(stack: Traced) -> None:
+async def test_scoring_a_prompt_is_in_the_trace(stack: Traced) -> None:
     """The target's work for them was in none. One without weights refuses it."""
     trace_id, verify, seen = TRACE_ID.replace("0af7", "6af7"), "bough.v1.Target/Verify", stack.collector
     with pytest.raises(grpc.aio.AioRpcError, match="simulated workers know no probabilities"):
@@ -150,7 +150,7 @@ async def test_a_prompt_whose_probabilities_are_asked_for_is_in_the_trace(stack:
     assert served.service == "bough-target-worker"
 
 
-async def test_sweeps_tell_where_their_time_went(stack: Traced) -> None:
+async def test_sweeps_report_their_times(stack: Traced) -> None:
     await stack.grpc("r-sweeps")
     spans = await stack.collector.trace_of("r-sweeps")
     sweeps = [span for span in spans if span.name == "sweep"]
@@ -164,7 +164,7 @@ async def test_sweeps_tell_where_their_time_went(stack: Traced) -> None:
     assert any(step.attributes["bough.step.expanded_nodes"] for step in steps)
 
 
-async def test_over_http_the_trace_is_the_callers_too(stack: Traced) -> None:
+async def test_over_http_the_trace_continues_the_callers(stack: Traced) -> None:
     """Each choice is a request of its own in it."""
     async with await stack.http() as client:
         headers = {"traceparent": CALLER.replace("0af7", "1af7"), "x-request-id": "http-7"}
@@ -189,14 +189,14 @@ async def test_over_http_the_trace_is_the_callers_too(stack: Traced) -> None:
         "x" * 5000,
     ],
 )
-async def test_a_malformed_traceparent_is_as_good_as_none(stack: Traced, traceparent: str) -> None:
+async def test_a_malformed_traceparent_is_ignored(stack: Traced, traceparent: str) -> None:
     request_id = f"r-malformed-{len(traceparent)}"
     assert (await stack.grpc(request_id, ("traceparent", traceparent)))[-1].HasField("finished")
     (root,) = [span for span in await stack.collector.trace_of(request_id) if span.name == "generate"]
     assert root.parent_id == ""
 
 
-async def test_two_traceparents_are_as_good_as_none(stack: Traced) -> None:
+async def test_two_traceparents_are_ignored(stack: Traced) -> None:
     """Over HTTP; of gRPC's metadata only one comes through."""
     async with await stack.http() as client:
         headers = [("traceparent", CALLER.replace("0af7", other)) for other in ("4af7", "5af7")]
@@ -209,7 +209,7 @@ async def test_two_traceparents_are_as_good_as_none(stack: Traced) -> None:
     assert not [span for span in told if span.trace_id[:4] in ("4af7", "5af7")]
 
 
-async def test_what_its_caller_does_not_sample_is_not_traced(stack: Traced) -> None:
+async def test_requests_that_the_caller_does_not_sample_are_not_traced(stack: Traced) -> None:
     unsampled = CALLER.replace("0af7", "3af7")[:-2] + "00"
     await stack.grpc("r-unsampled", ("traceparent", unsampled))
     await stack.grpc("r-after")
@@ -217,7 +217,7 @@ async def test_what_its_caller_does_not_sample_is_not_traced(stack: Traced) -> N
     assert not [span for span in stack.collector.spans if span.trace_id.startswith("3af7")]
 
 
-async def test_nothing_that_was_written_is_exported(stack: Traced) -> None:
+async def test_no_text_is_exported(stack: Traced) -> None:
     """Nor a key that was shown, which no log has either, with all that there is to log."""
     key = "sk-bough-keptclosed"
     events = await stack.grpc("r-private", ("authorization", f"Bearer {key}"), session_id="chat-of-anna")
@@ -229,7 +229,7 @@ async def test_nothing_that_was_written_is_exported(stack: Traced) -> None:
         assert text.encode() not in stack.collector.raw, text
 
 
-async def test_logs_of_all_three_name_the_request(stack: Traced) -> None:
+async def test_logs_of_all_three_services_name_the_request(stack: Traced) -> None:
     """A name of a client's may be anything: it goes from process to process as it is."""
     name = "r-log é\n木"
     await stack.grpc(name, session_id="chat-of-anna")

@@ -110,7 +110,7 @@ async def finish(client: Client, prompt: object, options: GenerateOptions = SHOR
         (PROMPT, {"speculation": Speculation(lookup=33)}, r"speculation\.lookup: must be 0 to 32, got 33"),
     ],
 )
-async def test_requests_that_make_no_sense(
+async def test_invalid_requests_are_refused(
     client: Client, prompt: object, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
@@ -118,13 +118,13 @@ async def test_requests_that_make_no_sense(
     assert (await finish(client, PROMPT)).usage.completion_tokens == 4
 
 
-async def test_a_message_over_the_limit(client: Client) -> None:
+async def test_a_message_over_the_limit_is_refused(client: Client) -> None:
     with pytest.raises(InvalidRequest, match=f"must have at most {MAX_MESSAGE_BYTES} bytes, got: .*larger than max"):
         await finish(client, TextPrompt("x" * (MAX_MESSAGE_BYTES + 1)))
     assert (await finish(client, PROMPT)).finish_reason == "length"
 
 
-async def test_requests_and_sessions_that_are_not_there(client: Client, target: Any) -> None:
+async def test_unknown_requests_and_sessions_are_refused(client: Client, target: Any) -> None:
     with pytest.raises(NotFound, match="request_id: 'nobody' is not running"):
         await client.abort("nobody")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -162,7 +162,7 @@ def wire_tree(tokens: list[int], parents: list[int]) -> common_pb2.Tree:
         ({"sampling": common_pb2.SamplingParams(top_p=0.0)}, "top_p: must .* got 0.0"),
     ],
 )
-async def test_trees_and_contexts_that_make_no_sense(target: Any, changes: dict[str, object], message: str) -> None:
+async def test_invalid_trees_and_contexts_are_refused(target: Any, changes: dict[str, object], message: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
         await target.Verify(verify_request(**changes))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -208,7 +208,7 @@ def sampled_tree(drawn_from: list[int], draws: list[int]) -> common_pb2.Tree:
         (7, sampled_tree([4, 5], []), r"scheme: must be one of 0 \(target\).* got 7"),
     ],
 )
-async def test_trees_that_were_not_sampled_as_the_scheme_says(
+async def test_trees_that_were_not_sampled_for_the_scheme_are_refused(
     target: Any, scheme: common_pb2.VerificationScheme, tree: common_pb2.Tree, message: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
@@ -233,7 +233,7 @@ async def test_sampled_trees_are_verified_by_their_schemes(target: Any, scheme: 
     await target.Release(common_pb2.ReleaseRequest(session_id="bad-input"))
 
 
-async def test_an_unknown_session_is_told_what_is_held(target: Any) -> None:
+async def test_an_unknown_session_is_answered_with_its_cached_tokens(target: Any) -> None:
     context = common_pb2.Context(session_id="unknown", context_start=7, prefix_hash=1)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await target.Verify(verify_request(context=context))
@@ -244,7 +244,7 @@ async def test_an_unknown_session_is_told_what_is_held(target: Any) -> None:
         await target.Release(common_pb2.ReleaseRequest(session_id="unknown"))  # it has taken no slot
 
 
-async def test_a_call_that_is_meant_for_another_worker_is_refused(target: Any) -> None:
+async def test_a_call_for_another_worker_is_refused(target: Any) -> None:
     """It was at this address before, perhaps with another model: a connection goes to whoever is there now."""
     with pytest.raises(grpc.aio.AioRpcError, match="at this address, got 'target-1-a'") as caught:
         await target.Verify(verify_request(worker_id="target-1-a"))
@@ -254,7 +254,7 @@ async def test_a_call_that_is_meant_for_another_worker_is_refused(target: Any) -
     await target.Release(common_pb2.ReleaseRequest(session_id="bad-input"))
 
 
-async def test_a_draft_refuses_sizes_that_make_no_sense(draft: Any) -> None:
+async def test_a_draft_refuses_invalid_sizes(draft: Any) -> None:
     good = verify_request()
     request = draft_pb2.GrowRequest(
         context=good.context,
@@ -268,7 +268,7 @@ async def test_a_draft_refuses_sizes_that_make_no_sense(draft: Any) -> None:
     assert len((await draft.Grow(request)).tree.tokens) == 8
 
 
-async def test_garbage_is_refused(tiny_cluster: Cluster) -> None:
+async def test_invalid_bytes_are_refused(tiny_cluster: Cluster) -> None:
     async with open_channel(await worker_address(tiny_cluster, "target")) as channel:
         raw = channel.unary_unary("/bough.v1.Target/Verify")
         with pytest.raises(grpc.aio.AioRpcError):
@@ -276,7 +276,7 @@ async def test_garbage_is_refused(tiny_cluster: Cluster) -> None:
         assert await is_serving(channel, "bough.v1.Target", 5.0)
 
 
-async def test_health_and_reflection_on_all_three(tiny_cluster: Cluster) -> None:
+async def test_health_and_reflection_work_on_all_three(tiny_cluster: Cluster) -> None:
     for kind, service in (
         ("target", "bough.v1.Target"),
         ("draft", "bough.v1.Draft"),
@@ -293,7 +293,7 @@ async def test_health_and_reflection_on_all_three(tiny_cluster: Cluster) -> None
             assert service in names
 
 
-async def test_what_the_server_says_of_itself(client: Client) -> None:
+async def test_server_info_describes_the_server(client: Client) -> None:
     model, server, loads = await client.model_info(), await client.server_info(), await client.loads()
     assert (model.vocab_size, model.max_context, model.eos_token_ids) == (262, 512, (261,))
     arithmetic = {worker.info.kind: worker.info.arithmetic for worker in server.workers}
@@ -334,7 +334,7 @@ async def test_an_abort_ends_a_stream_at_once(client: Client) -> None:
     assert events[-1].finish_reason == "abort"
 
 
-async def test_a_request_whose_client_leaves_ends(client: Client) -> None:
+async def test_a_request_ends_when_its_client_leaves(client: Client) -> None:
     stream = client.generate(PROMPT, replace(SHORT, max_tokens=400))
     await anext(stream)
     await anext(stream)
@@ -346,7 +346,7 @@ async def test_a_request_whose_client_leaves_ends(client: Client) -> None:
     await until(is_idle)
 
 
-async def test_a_second_turn_finds_its_tokens_held(client: Client) -> None:
+async def test_a_second_turn_finds_its_tokens_cached(client: Client) -> None:
     options = replace(SHORT, session_id="talk", max_tokens=12)
     first = [event async for event in client.generate(PROMPT, options)]
     assert isinstance(first[-1], Finished)
@@ -410,14 +410,12 @@ async def test_a_stop_text_ends_the_output_where_it_begins(client: Client) -> No
     assert (last.finish_reason, last.stop_reason) == ("stop", middle)
 
 
-async def test_chat_goes_through_the_models_template(client: Client) -> None:
+async def test_chat_uses_the_models_template(client: Client) -> None:
     chat = ChatPrompt((Message("user", "hi"),))
     assert (await finish(client, chat)).usage.prompt_tokens == len("user: hi\nassistant:")
 
 
-async def test_heartbeats_tell_how_busy_a_worker_is_and_rounds_which_prefixes_it_holds(
-    client: Client, tiny_cluster: Cluster
-) -> None:
+async def test_heartbeats_report_load_and_cached_prefixes(client: Client, tiny_cluster: Cluster) -> None:
     """What an orchestrator that has just started places its first sessions by."""
     tokens = tuple(range(100))
     done = await finish(client, TokenPrompt(tokens))
@@ -441,7 +439,7 @@ async def test_a_target_that_streams_its_layers_starts_before_the_draft(tiny_clu
     assert [name for name in tiny_cluster.children if "worker" in name] == ["target_worker", "draft_worker"]
 
 
-async def test_workers_that_cannot_start_say_why(
+async def test_workers_that_cannot_start_report_why(
     tiny_cluster: Cluster, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is raised becomes a line and a status: tests/simulation/test_simulated_workers.py."""

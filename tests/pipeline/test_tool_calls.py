@@ -110,7 +110,7 @@ def without_ids(message: Json) -> Json:
 @pytest.mark.parametrize(
     "sampling", [pytest.param({"temperature": 0}, marks=pytest.mark.long), {"temperature": 1.3, "seed": 5}]
 )
-async def test_a_named_function_is_called_whole_or_streamed_with_trees_or_without(
+async def test_a_named_function_is_called_streamed_or_not_with_trees_or_without(
     http: httpx.AsyncClient, sampling: Json
 ) -> None:
     whole = await choice_of(http, ONE | sampling)
@@ -122,7 +122,7 @@ async def test_a_named_function_is_called_whole_or_streamed_with_trees_or_withou
     assert (without_ids(message), reason) == (without_ids(whole["message"]), "tool_calls")
 
 
-async def test_calls_and_their_results_are_the_history_of_the_next_answer(http: httpx.AsyncClient) -> None:
+async def test_calls_and_results_are_the_history_of_the_next_answer(http: httpx.AsyncClient) -> None:
     """The call is rendered as it was generated, so that its keys and values serve again where they are kept."""
     for session in ({}, {"session_id": "tools"}):
         first = await choice_of(http, ONE | session)
@@ -138,7 +138,7 @@ async def test_calls_and_their_results_are_the_history_of_the_next_answer(http: 
         assert without_ids((await choice_of(http, body | PLAIN))["message"]) == without_ids(second["message"])
 
 
-async def test_a_response_calls_as_a_chat_does(http: httpx.AsyncClient) -> None:
+async def test_a_response_calls_functions_like_a_chat(http: httpx.AsyncClient) -> None:
     called = require_call(await choice_of(http, ONE))["function"]
     tools = [{"type": "function"} | tool["function"] for tool in TOOLS]
     body: Json = {"input": [USER], "tools": tools, "parallel_tool_calls": False, "seed": 1}
@@ -156,7 +156,7 @@ async def test_a_response_calls_as_a_chat_does(http: httpx.AsyncClient) -> None:
     assert error["param"] == "tools[0].parameters", error
 
 
-async def test_where_the_model_decides_trees_change_nothing_either(http: httpx.AsyncClient) -> None:
+async def test_trees_change_nothing_if_the_model_decides(http: httpx.AsyncClient) -> None:
     body = ONE | {"tool_choice": "auto", "max_tokens": 24}
     auto = await choice_of(http, body)
     assert without_ids((await choice_of(http, body | PLAIN))["message"]) == without_ids(auto["message"])
@@ -164,7 +164,7 @@ async def test_where_the_model_decides_trees_change_nothing_either(http: httpx.A
     assert (without_ids(message), reason) == (without_ids(auto["message"]), auto["finish_reason"])
 
 
-async def test_beside_a_form_the_answer_is_a_call_or_of_the_form(http: httpx.AsyncClient) -> None:
+async def test_with_a_format_the_answer_is_a_call_or_follows_it(http: httpx.AsyncClient) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "sky", "schema": SCHEMA}}
     allowed = {"mode": "auto", "tools": [ONE["tool_choice"]]}
     body = ONE | {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}, "response_format": form}
@@ -183,7 +183,7 @@ async def test_beside_a_form_the_answer_is_a_call_or_of_the_form(http: httpx.Asy
     assert kinds == {"tool_calls", "stop"}
 
 
-async def test_trees_change_nothing_of_arguments_between_tags(http: httpx.AsyncClient) -> None:
+async def test_trees_do_not_change_arguments_between_tags(http: httpx.AsyncClient) -> None:
     """The model's template has no tags, so their grammar is demanded as such."""
     schema: Json = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 5}}, "required": ["a"]}
     tools = Tools((Function("f", json.dumps(schema)),), ToolChoice.REQUIRED, (), allows_several=False)
@@ -195,7 +195,7 @@ async def test_trees_change_nothing_of_arguments_between_tags(http: httpx.AsyncC
     jsonschema.validate(json.loads("".join(piece.text for piece in pieces if isinstance(piece, ArgumentsText))), schema)
 
 
-async def test_choices_log_probabilities_and_limits_beside_calls(http: httpx.AsyncClient) -> None:
+async def test_choices_log_probabilities_and_limits_work_with_calls(http: httpx.AsyncClient) -> None:
     answer = await answered(http, ONE | {"n": 2, "logprobs": True, "tool_choice": "required"})
     ids = set()
     for choice in answer["choices"]:
@@ -214,7 +214,7 @@ async def test_choices_log_probabilities_and_limits_beside_calls(http: httpx.Asy
     assert stopped["message"]["tool_calls"][0]["function"]["arguments"] == '{"'
 
 
-async def test_what_cannot_be_called_is_named(http: httpx.AsyncClient) -> None:
+async def test_invalid_calls_are_named(http: httpx.AsyncClient) -> None:
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"not": {}}}}
     call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{"}}
     cases: list[tuple[Json, str]] = [
@@ -233,7 +233,7 @@ async def test_what_cannot_be_called_is_named(http: httpx.AsyncClient) -> None:
         assert error["message"].startswith(f"{param}: must"), error
 
 
-async def test_tools_are_part_of_a_prompt_as_tokenized(http: httpx.AsyncClient) -> None:
+async def test_tools_are_part_of_a_tokenized_prompt(http: httpx.AsyncClient) -> None:
     body = {"messages": [USER], "tools": TOOLS}
     told = (await http.post("/tokenize", json=body | {"return_token_strs": True})).json()
     usage = (await choice_of(http, ONE | {"max_tokens": 1}))["usage"]
@@ -243,7 +243,7 @@ async def test_tools_are_part_of_a_prompt_as_tokenized(http: httpx.AsyncClient) 
     assert error["param"] == "tools"
 
 
-async def test_tools_are_for_http_only(tiny_cluster: Cluster) -> None:
+async def test_tools_are_only_available_over_http(tiny_cluster: Cluster) -> None:
     prompt = ChatPrompt((Message("user", "Hi"),), Tools((Function("f", "{}"),)))
     async with Client(tiny_cluster.address) as client:
         with pytest.raises(InvalidRequest, match=r"chat\.tools: must be left out"):

@@ -41,7 +41,7 @@ def grown(call: GrowCall) -> Tree:
 
 
 @given(st.data(), st.sampled_from(PLANS), st.integers(2, VOCAB + 4), st.sampled_from([0.0, 0.8]), st.booleans())
-def test_a_draft_guesses_tokens_that_the_target_has_after_any_that_it_has(
+def test_a_draft_guesses_tokens_of_the_target_only_after_any_token(
     data: st.DataObject, plan: TreePlan, vocab_size: int, temperature: float, is_penalised: bool
 ) -> None:
     token = st.integers(0, vocab_size - 1)
@@ -54,7 +54,7 @@ def test_a_draft_guesses_tokens_that_the_target_has_after_any_that_it_has(
     assert len(tree) > 1
 
 
-def test_a_sample_that_is_exhausted_goes_on_with_tokens_that_only_the_target_has() -> None:
+def test_an_exhausted_sample_continues_with_tokens_that_only_the_target_has() -> None:
     """The target computes the distribution of such draws from its own vocabulary, so the draft must draw from it."""
     plan, drawn = TreePlan(StaticShape((0, 0, 0)), Scheme.WITHOUT_REPLACEMENT), set()
     for seed in range(200):
@@ -95,7 +95,7 @@ GROWTHS: list[tuple[Growth | None, Scheme]] = [
 
 
 @pytest.mark.parametrize(("target", "draft"), [(WIDE, NARROW), pytest.param(NARROW, WIDE, marks=pytest.mark.long)])
-async def test_output_is_plain_decodings_whichever_is_padded_more(
+async def test_output_equals_plain_decoding_whichever_vocabulary_is_padded_more(
     models: dict[int, Path], tmp_path: Path, target: int, draft: int
 ) -> None:
     """A random model says tokens that no tokenizer has as often as any other."""

@@ -35,7 +35,7 @@ SECONDS_BETWEEN = 3.0  # restarts; a target lives long enough for some rounds, o
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-async def test_requests_that_wait_for_kv_outlast_restarts(tmp_path: Path, signal_number: int) -> None:
+async def test_requests_waiting_for_kv_survive_restarts(tmp_path: Path, signal_number: int) -> None:
     """Refused connections and polls for room counted as failures of the request: 8 of 14 ended as INTERNAL."""
     profile = write_profile(tmp_path, target=SLOW, clock_scale=1)
     pair, config = simulated_pair(str(profile)), simulated_settings(profile, None)

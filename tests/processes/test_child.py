@@ -22,7 +22,7 @@ def cluster(tiny: Path, tmp_path: Path) -> Cluster:
     return Cluster(config, tmp_path)
 
 
-def test_a_child_is_known_by_its_name_and_a_stranger_with_its_number_is_not(cluster: Cluster) -> None:
+def test_a_child_is_recognised_by_its_name_and_a_stranger_with_its_number_is_not(cluster: Cluster) -> None:
     """Numbers come again: on this machine after a while, in other containers and on other machines at once."""
     child = cluster.start("target_worker", [sys.executable, "-c", SAYS_ITS_NAME])
     assert child.process.wait(60) == 0, child.tail()
@@ -39,7 +39,7 @@ def test_a_child_is_known_by_its_name_and_a_stranger_with_its_number_is_not(clus
     assert not child.is_of(WorkerRecord("draft", own, "host:1"))
 
 
-def test_no_two_names_are_equal() -> None:
+def test_names_are_unique() -> None:
     names = [new_worker_id("draft") for _ in range(2)]
     assert names[0] != names[1]
     assert names[0].split("-")[:2] == ["draft", str(os.getpid())]

@@ -25,7 +25,7 @@ def test_each_set_of_kernels_is_compiled_once_by_a_process_that_ends(
     assert compiled == [(module, arguments) for module, arguments, _ in (*wanted, wanted[0])]
 
 
-def test_a_worker_goes_on_where_they_cannot_be(
+def test_a_worker_continues_if_kernels_cannot_be_compiled_separately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(module: str, arguments: list[str]) -> None:

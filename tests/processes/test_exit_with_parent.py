@@ -51,7 +51,7 @@ def ended(process_id: int, seconds: float = PATIENCE_SECONDS) -> bool:
         os.close(handle)
 
 
-def test_a_child_outlives_the_thread_that_started_it_and_not_the_process() -> None:
+def test_a_child_outlives_the_thread_that_started_it_but_not_the_process() -> None:
     """The kernel watches threads: it got SIGTERM when the thread of a pool ended, though its parent lived."""
     code = f"""
         children = []
@@ -70,7 +70,7 @@ def test_a_child_outlives_the_thread_that_started_it_and_not_the_process() -> No
         assert ended(child)
 
 
-def test_many_threads_start_children_at_once() -> None:
+def test_many_threads_can_start_children_at_once() -> None:
     statuses: list[int] = []
     threads = [
         threading.Thread(target=lambda number=number: statuses.append(run(["/bin/sh", "-c", f"exit {number}"])))
@@ -83,7 +83,7 @@ def test_many_threads_start_children_at_once() -> None:
     assert sorted(statuses) == list(range(8))
 
 
-def test_what_opening_raises_is_raised_and_the_next_start_works() -> None:
+def test_an_exception_while_opening_is_raised_and_the_next_start_works() -> None:
     def fails(_: list[str]) -> subprocess.Popen[bytes]:
         raise OSError("no pipe")
 
@@ -92,7 +92,7 @@ def test_what_opening_raises_is_raised_and_the_next_start_works() -> None:
     assert run(["/bin/true"]) == 0
 
 
-def test_what_takes_too_long_is_ended() -> None:
+def test_a_start_that_takes_too_long_is_ended() -> None:
     started: list[subprocess.Popen[bytes]] = []
 
     def open_process(command: list[str]) -> subprocess.Popen[bytes]:

@@ -32,7 +32,7 @@ async def nothing(self: FakeTarget, request: Any, context: Any) -> AsyncIterator
 
 
 @pytest.mark.parametrize(("send", "got"), [(without_end, "more"), (empty_chunks, "more"), (nothing, "none")])
-async def test_too_long_a_tokenizer_or_none_is_left_out(
+async def test_a_tokenizer_that_is_too_long_or_missing_is_left_out(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, send: Any, got: str
 ) -> None:
     """Whoever met such a worker kept all that it sent within ten seconds; of nothing a starting worker ended."""

@@ -53,9 +53,7 @@ def waited(child: Child, text: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_program_runs_in_a_session_of_its_own_until_it_is_told_to_end(
-    tmp_path: Path, index_url: str, kind: str
-) -> None:
+def test_a_program_runs_in_its_own_session_until_it_is_ended(tmp_path: Path, index_url: str, kind: str) -> None:
     child = serving(tmp_path, index_url)
     assert isinstance(child.process, ForkedProcess) == (kind == "forked")
     assert os.getsid(child.process.pid) == child.process.pid
@@ -65,14 +63,14 @@ def test_a_program_runs_in_a_session_of_its_own_until_it_is_told_to_end(
     assert child.process.returncode == 0
 
 
-def test_what_it_cannot_use_is_in_its_log_and_its_status_is_told(tmp_path: Path, kind: str) -> None:
+def test_errors_are_in_its_log_and_its_status_is_reported(tmp_path: Path, kind: str) -> None:
     child = opened(tmp_path, "--port", "many")
     assert child.process.wait(SECONDS) == 2
     assert child.how_it_ended() == "ended with status 2"
     assert "port" in child.last_line()
 
 
-def test_a_signal_that_killed_it_is_told(tmp_path: Path, kind: str) -> None:
+def test_a_fatal_signal_is_reported(tmp_path: Path, kind: str) -> None:
     child = opened(tmp_path, "--simulate", str(write_profile(tmp_path)), "--port", "0", name="target_worker")
     child.process.kill()
     assert child.process.wait(SECONDS) == -signal.SIGKILL
@@ -104,7 +102,7 @@ def test_forked_programs_end_with_the_server(tmp_path: Path, index_url: str) -> 
     os.close(descriptor)
 
 
-def test_threads_that_wait_for_one_program_are_all_told(tmp_path: Path, index_url: str) -> None:
+def test_all_threads_waiting_for_a_program_get_its_status(tmp_path: Path, index_url: str) -> None:
     child = serving(tmp_path, index_url)
     with ThreadPoolExecutor(8) as threads:
         waiting = [threads.submit(child.process.wait, SECONDS) for _ in range(8)]
@@ -112,7 +110,7 @@ def test_threads_that_wait_for_one_program_are_all_told(tmp_path: Path, index_ur
         assert {each.result() for each in waiting} == {0}
 
 
-def test_a_program_that_would_import_in_another_environment_is_started_anew(tmp_path: Path, index_url: str) -> None:
+def test_a_program_with_another_environment_is_started_without_forking(tmp_path: Path, index_url: str) -> None:
     command = python("orchestrator", "--index-url", index_url, "--port", "many")
     for variables, is_forked in (({"BOUGH_ORCHESTRATOR_DRAFT": "none"}, True), ({"GRPC_VERBOSITY": "DEBUG"}, False)):
         child = open_child("orchestrator", command, tmp_path / "log", variables)

@@ -14,7 +14,7 @@ from tests.fakes.simulated import simulated_settings, write_profile
 
 
 @pytest.mark.pipeline
-def test_an_event_loop_beside_the_main_thread_starts_and_ends_processes(tmp_path: Path) -> None:
+def test_an_event_loop_outside_the_main_thread_starts_and_ends_processes(tmp_path: Path) -> None:
     """As in an actor of Ray's, where no signal handler can be installed."""
     profile = write_profile(tmp_path)
     ended: list[Cluster] = []
@@ -33,7 +33,7 @@ def test_an_event_loop_beside_the_main_thread_starts_and_ends_processes(tmp_path
 
 
 @pytest.mark.pipeline
-async def test_the_event_loop_goes_on_while_processes_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_event_loop_continues_while_processes_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     went_on = threading.Event()
     outcomes: list[bool] = []
     monkeypatch.setattr(Cluster, "start_all", lambda _: asyncio.get_running_loop().call_later(0.05, went_on.set))

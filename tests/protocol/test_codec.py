@@ -96,7 +96,7 @@ COST = CostCurve((1, 64), (0.5, 0.75), 8)
 
 
 @given(ids, ids)
-def test_an_id_is_read_from_its_text_and_no_two_ids_share_one(one: ScopedId, other: ScopedId) -> None:
+def test_an_id_round_trips_through_text_and_ids_are_distinct(one: ScopedId, other: ScopedId) -> None:
     """Names, and here even tenants, may contain what separates them in the text."""
     assert ScopedId.parse(str(one)) == one
     assert (str(one) == str(other)) == (one == other)
@@ -116,7 +116,7 @@ def test_logs_and_the_index_show_the_tenant_before_the_name(one: ScopedId, text:
 
 
 @given(contexts, sampling_params, st.sampled_from([TREE, SAMPLED]), plans)
-def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree: Tree, plan: TreePlan) -> None:
+def test_calls_round_trip_over_the_wire(context: m.Context, params: SamplingParams, tree: Tree, plan: TreePlan) -> None:
     if plan.scheme.is_sampled:  # the others are only for trees that were sampled, perhaps with additions
         tree = SAMPLED
     verify = m.VerifyCall(context, 2**60, 7, tree, params, plan.scheme, 400, "me", 3, "you", True, True)
@@ -126,7 +126,7 @@ def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree
 
 
 @given(timings, st.lists(logprobs, max_size=3).map(tuple))
-def test_results_survive_the_wire(times: m.Timings, positions: tuple[PositionLogprobs, ...]) -> None:
+def test_results_round_trip_over_the_wire(times: m.Timings, positions: tuple[PositionLogprobs, ...]) -> None:
     result = m.VerifyResult(m.Verdict((1, 2), 9, positions), 11, times, 5, (3, 5), COST, 40, 2)
     assert codec.verify_result_from_wire(codec.verify_result_to_wire(result)) == result
     grown = m.GrowResult(TREE, 3, times, 17, COST)
@@ -168,7 +168,7 @@ prompts = st.one_of(
 
 
 @given(prompts, options)
-def test_requests_survive_the_wire(prompt: g.Prompt, request_options: g.GenerateOptions) -> None:
+def test_requests_round_trip_over_the_wire(prompt: g.Prompt, request_options: g.GenerateOptions) -> None:
     message = generation_pb2.GenerateRequest.FromString(wg.request_to_wire(prompt, request_options).SerializeToString())
     assert wg.request_from_wire(message) == (prompt, request_options)
     message.sampling.grammar = "start: x"
@@ -215,14 +215,14 @@ def test_numbers_that_no_message_can_carry_are_refused_by_name(options: dict[str
         (g.TextPrompt("a"), {"session_id": "caf\udce9"}, "session_id: "),
     ],
 )
-def test_bytes_that_are_no_text_are_refused_by_name(prompt: g.Prompt, options: dict[str, Any], name: str) -> None:
+def test_bytes_that_are_not_text_are_refused_by_name(prompt: g.Prompt, options: dict[str, Any], name: str) -> None:
     """What Python makes of a command line, or of a file, in Latin-1."""
     with pytest.raises(InvalidRequest, match=rf"^{name}must be UTF-8, got '\\udce9' at character 3"):
         wg.request_to_wire(prompt, g.GenerateOptions(**options))
 
 
 @given(st.lists(logprobs, max_size=2).map(tuple))
-def test_events_survive_the_wire(positions: tuple[PositionLogprobs, ...]) -> None:
+def test_events_round_trip_over_the_wire(positions: tuple[PositionLogprobs, ...]) -> None:
     times, metrics = RoundTimings(*range(9)), g.SpeculationMetrics(1, 2, 3, 1.5, (0, 1), 4, 2)
     for event in (
         g.Started("r", 3, 2**63, "model", 7),
@@ -233,7 +233,7 @@ def test_events_survive_the_wire(positions: tuple[PositionLogprobs, ...]) -> Non
 
 
 @given(st.lists(st.tuples(*[st.lists(st.floats(0, 1e6)).map(tuple)] * 2), max_size=3), st.sampled_from(Scheme))
-def test_acceptance_survives_the_wire(
+def test_acceptance_round_trips_over_the_wire(
     depths: list[tuple[tuple[float, ...], tuple[float, ...]]], scheme: Scheme
 ) -> None:
     counted = (
@@ -250,7 +250,7 @@ def test_acceptance_survives_the_wire(
         read(message.schemes[0], SchemeAcceptance, "schemes.")
 
 
-def test_decisions_survive_the_wire() -> None:
+def test_decisions_round_trip_over_the_wire() -> None:
     decision = Decision(3, Mode.PROBE, "draft-1", 4, 2, 2, 1.5, 0.25, 2.0, 1.75, 12, 30, 5, 4, 1, 2, 34, 1.5, 2)
     decision.expected, decision.seconds = RoundSeconds(1, 2, 3, 4, 5), RoundSeconds(0.5, 0.25, 0, 8, 16)
     message = generation_pb2.Decision(**to_fields(decision))
@@ -260,7 +260,7 @@ def test_decisions_survive_the_wire() -> None:
         read(message, Decision, "decisions.")
 
 
-def test_descriptions_survive_the_wire() -> None:
+def test_descriptions_round_trip_over_the_wire() -> None:
     info = WorkerInfo(
         "draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 40, 30, 2, 4, ("a", "b"), 3, "0.1", "64 rows", COST
     )
@@ -318,7 +318,7 @@ def test_sizes_and_names_out_of_range_are_refused_by_name() -> None:
             codec.grow_call_from_wire(good, VOCAB, 8)
 
 
-def test_generated_code_is_fresh(tmp_path: Path) -> None:
+def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
     """`make proto` after a change of a .proto file was forgotten."""
     (tmp_path / "bough" / "pb").mkdir(parents=True)
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi")]

@@ -13,14 +13,14 @@ from bough.errors import InvalidCurve
 from bough.protocol.cost_curve import MAX_KNOTS, CostCurve
 
 
-def test_seconds_are_linear_between_knots_and_go_on_beyond_the_last() -> None:
+def test_seconds_are_linear_between_knots_and_extrapolated_beyond_the_last() -> None:
     curve = CostCurve((8, 64, 128), (1.0, 1.0, 3.0), 8)
     assert [curve(rows) for rows in (1, 8, 9, 64, 96, 128, 160)] == [1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0]
     assert curve(65) == curve(72) == 1.25
     assert curve.scaled(2.0)(96) == 4.0
 
 
-def test_a_single_knot_is_spread_over_its_rows() -> None:
+def test_a_single_knot_is_divided_by_its_rows() -> None:
     assert [CostCurve((4,), (2.0,))(rows) for rows in (1, 4, 8)] == [2.0, 2.0, 4.0]
 
 
@@ -39,7 +39,7 @@ def test_a_single_knot_is_spread_over_its_rows() -> None:
         (CostCurve((1, 2), (1.0, 0.9)), r"cost\.seconds\[1\]: must be at least 1\.0, .* got 0\.9"),
     ],
 )
-def test_what_is_no_curve_is_refused_by_name(curve: CostCurve, named: str) -> None:
+def test_an_invalid_curve_is_refused_by_name(curve: CostCurve, named: str) -> None:
     with pytest.raises(InvalidCurve, match=named):
         curve.validate("cost")
 

@@ -114,7 +114,7 @@ async def test_random_bytes_are_answered_with_a_status(running: Stack, method: s
 @pytest.mark.slow
 @FUZZ
 @given(data=st.data(), method=st.sampled_from(sorted(METHODS)))
-async def test_valid_messages_with_some_bytes_changed(running: Stack, data: st.DataObject, method: str) -> None:
+async def test_valid_messages_with_changed_bytes_are_answered(running: Stack, data: st.DataObject, method: str) -> None:
     changed = bytearray(METHODS[method][1].SerializeToString())
     for _ in range(data.draw(st.integers(1, 3)) if changed else 0):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
@@ -178,7 +178,7 @@ def mutate(data: st.DataObject, message: Message) -> None:
     ),
     num=st.integers(1, 3),
 )
-async def test_valid_messages_with_some_fields_changed(
+async def test_valid_messages_with_changed_fields_are_answered(
     running: Stack, data: st.DataObject, call: tuple[str, Message], num: int
 ) -> None:
     method, message = call[0], type(call[1])()
@@ -190,7 +190,7 @@ async def test_valid_messages_with_some_fields_changed(
 
 
 @pytest.mark.parametrize("method", ["/bough.v1.Target/Verify", "/bough.v1.Generation/Generate"])
-async def test_what_is_too_large_is_refused_by_its_size(running: Stack, method: str) -> None:
+async def test_messages_that_are_too_large_are_refused_by_their_size(running: Stack, method: str) -> None:
     kind = METHODS[method][0]
     async with grpc.aio.insecure_channel(running.addresses[kind]) as channel:
         call: Any = channel.unary_stream(method)
@@ -246,7 +246,7 @@ async def right(running: Stack) -> list[int]:
 @pytest.mark.slow
 @settings(FUZZ, max_examples=60)
 @given(steps=STEPS)
-async def test_any_order_of_verify_and_release(running: Stack, right: list[int], steps: list[Step]) -> None:
+async def test_verify_and_release_may_come_in_any_order(running: Stack, right: list[int], steps: list[Step]) -> None:
     """Wrong epochs, rounds and beliefs, repeated and at once; whoever gets a verdict gets the right one."""
     async with grpc.aio.insecure_channel(running.addresses["target"]) as channel:
         run, at_once, asked = uuid.uuid4(), [], defaultdict[Any, set[Any]](set)

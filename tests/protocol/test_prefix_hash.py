@@ -15,7 +15,7 @@ tokens = st.lists(st.integers(0, 3), max_size=4 * BLOCK_TOKENS)
 
 
 @given(tokens, tokens)
-def test_blocks_hash_alike_as_far_as_the_tokens_are_alike(left: list[int], right: list[int]) -> None:
+def test_blocks_have_equal_hashes_as_far_as_the_tokens_are_equal(left: list[int], right: list[int]) -> None:
     same = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
     mine, theirs = block_hashes(left), block_hashes(right)
     assert len(mine) == len(left) // BLOCK_TOKENS
@@ -24,13 +24,13 @@ def test_blocks_hash_alike_as_far_as_the_tokens_are_alike(left: list[int], right
 
 
 @given(tokens, st.integers(0, 4))
-def test_known_hashes_are_gone_on_from(text: list[int], num_known: int) -> None:
+def test_hashing_continues_from_known_hashes(text: list[int], num_known: int) -> None:
     whole = block_hashes(text)
     assert block_hashes(text, whole[:num_known]) == whole
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=200), st.lists(st.integers(-250, 250), max_size=8))
-def test_a_history_is_what_a_list_is(tokens: list[int], places: list[int]) -> None:
+def test_a_history_equals_a_list(tokens: list[int], places: list[int]) -> None:
     """Also as it was before it grew."""
     history = TokenHistory(tokens)
     before, middle = history[:], history[: len(tokens) // 2]
@@ -53,7 +53,7 @@ def test_a_history_is_what_a_list_is(tokens: list[int], places: list[int]) -> No
     assert list(history[::-2]) == longer[::-2]
 
 
-def test_a_hash_of_a_history_takes_work_by_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashing_a_history_only_hashes_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round hashes what two workers hold and what the index is told: once all of a long context, each time."""
     num_read, read = 0, TokenHistory.read
 

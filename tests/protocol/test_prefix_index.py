@@ -17,7 +17,7 @@ changes = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 80), texts), max_
 
 @settings(max_examples=200)
 @given(changes, texts)
-def test_the_index_finds_what_comparing_with_everybody_finds(changes: list, wanted: list[int]) -> None:
+def test_the_index_finds_what_comparing_with_every_session_finds(changes: list, wanted: list[int]) -> None:
     index: PrefixIndex[int] = PrefixIndex()
     held: dict[int, list[int]] = {}
     for who, kept, new in changes:
@@ -40,7 +40,7 @@ def test_the_index_finds_what_comparing_with_everybody_finds(changes: list, want
         assert match.length == longest == whole_blocks(common_length(wanted, held[match.holder]))
 
 
-def test_tokens_are_compared_where_hashes_are_equal() -> None:
+def test_tokens_are_compared_if_hashes_are_equal() -> None:
     """Who finds a text with the hashes of another's would begin from the other's keys and values."""
     index: PrefixIndex[str] = PrefixIndex()
     index.follow("a", [*range(100)])
@@ -61,7 +61,7 @@ def test_of_several_with_equal_hashes_the_one_with_the_tokens_is_found(monkeypat
     assert index.longest([3] * 70, [0, 1]) is None
 
 
-def test_nothing_is_left_of_those_who_are_gone() -> None:
+def test_nothing_remains_of_removed_sessions() -> None:
     index: PrefixIndex[str] = PrefixIndex()
     for who in ("a", "b"):
         index.follow(who, [*range(100)])
@@ -72,7 +72,7 @@ def test_nothing_is_left_of_those_who_are_gone() -> None:
     assert not index._holders, "hashes of nobody stay"
 
 
-def test_texts_of_different_salts_have_nothing_in_common() -> None:
+def test_texts_with_different_salts_share_nothing() -> None:
     """Not even where hashes collide, or are told wrongly."""
     index: PrefixIndex[str] = PrefixIndex()
     text = [*range(100)]

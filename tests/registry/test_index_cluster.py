@@ -31,7 +31,7 @@ def url(node: Server) -> str:
     return node.url.replace("redis://", "redis+cluster://")
 
 
-async def test_every_operation_from_every_node(nodes: list[Server]) -> None:
+async def test_every_operation_works_from_every_node(nodes: list[Server]) -> None:
     for node in nodes:
         async with connected(url(node)) as registry:
             for name, operation in OPERATIONS.items():
@@ -46,7 +46,7 @@ async def test_every_operation_from_every_node(nodes: list[Server]) -> None:
             assert registry.safe_url.startswith("redis+cluster://")
 
 
-async def test_a_namespace_is_one_slot_and_so_is_its_quota(nodes: list[Server]) -> None:
+async def test_a_namespace_and_its_quota_use_one_slot(nodes: list[Server]) -> None:
     for namespace in ("bough", "another", "a third"):
         registry = Registry(url(nodes[0]), namespace, quota=Quota(max_records=3))
         await registry.wait()
@@ -61,9 +61,7 @@ async def test_a_namespace_is_one_slot_and_so_is_its_quota(nodes: list[Server]) 
         await registry.close()
 
 
-async def test_a_cluster_is_not_taken_for_a_single_server_nor_one_for_the_other(
-    nodes: list[Server], index_url: str
-) -> None:
+async def test_a_cluster_and_a_single_server_are_not_confused(nodes: list[Server], index_url: str) -> None:
     """Either way the mistake is said, and nothing hangs."""
     for wrong in (index_url.replace("redis://", "redis+cluster://"), *(node.url for node in nodes)):
         results = []

@@ -43,7 +43,7 @@ async def test_a_password_is_read_from_its_file_for_each_connection(tmp_path: Pa
     ("lines", "mode", "text"),
     [((), 0o600, "must have the password in its first line"), (("secret",), 0o644, "must be closed to other users")],
 )
-def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, lines: tuple[str, ...], mode: int, text: str) -> None:
+def test_an_unusable_file_is_refused(tmp_path: Path, lines: tuple[str, ...], mode: int, text: str) -> None:
     file = written(tmp_path / "password", *lines)
     file.chmod(mode)
     with pytest.raises(ConfigError, match=f"index_url: password_file: {file} {text}") as caught:
@@ -52,13 +52,13 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, lines: tuple[str,
 
 
 @pytest.mark.parametrize("form", ["redis://user@host?", "redis://:other@host?", "redis://host?password=other&"])
-def test_there_is_one_password(tmp_path: Path, form: str) -> None:
+def test_two_passwords_are_refused(tmp_path: Path, form: str) -> None:
     with pytest.raises(ConfigError, match="index_url: ") as caught:
         Registry(f"{form}password_file={written(tmp_path / 'password', 'secret')}")
     assert "other" not in str(caught.value)
 
 
-def test_other_settings_stay_beside_it() -> None:
+def test_other_settings_are_kept() -> None:
     url = "rediss+cluster://host:1?ssl_ca_certs=/a/b.pem&password_file=/c&db=0"
     assert read_address(url) == ("rediss://host:1?ssl_ca_certs=%2Fa%2Fb.pem&db=0", True, "/c")
 

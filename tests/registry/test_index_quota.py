@@ -49,7 +49,7 @@ async def record(registry: Registry, name: str, num_tokens: int = 3) -> None:
     await asyncio.sleep(0.005)  # ends are told apart by milliseconds
 
 
-async def test_of_too_many_sessions_those_unused_for_longest_go(server: Server) -> None:
+async def test_of_too_many_sessions_the_longest_unused_are_removed(server: Server) -> None:
     async with flushed(server, Quota(max_records=4)) as registry:
         for name in ("a", "b", "c", "d"):
             await record(registry, name)
@@ -61,7 +61,7 @@ async def test_of_too_many_sessions_those_unused_for_longest_go(server: Server) 
         assert await known(registry, *"abcde") == ["a", "c", "e"]
 
 
-async def test_of_too_many_bytes_as_many_go_as_one_more_needs(server: Server) -> None:
+async def test_of_too_many_bytes_as_many_are_removed_as_the_new_entry_needs(server: Server) -> None:
     async with flushed(server, Quota(max_bytes=100_000)) as registry:
         for name in ("a", "b", "c"):
             await record(registry, name, 6000)
@@ -77,7 +77,7 @@ async def test_of_too_many_bytes_as_many_go_as_one_more_needs(server: Server) ->
         assert "f" in await known(registry, "f")
 
 
-async def test_requests_have_a_quota_of_their_own_and_those_that_have_ended_go_first(server: Server) -> None:
+async def test_requests_have_their_own_quota_and_finished_ones_are_removed_first(server: Server) -> None:
     async with flushed(server, Quota(max_records=3)) as registry:
         await record(registry, "kept")
         for name in ("running", "ended", "runs too", "one more", "and one"):
@@ -90,7 +90,7 @@ async def test_requests_have_a_quota_of_their_own_and_those_that_have_ended_go_f
         assert await known(registry, "kept") == ["kept"]
 
 
-async def test_what_has_ended_by_itself_counts_no_longer(server: Server) -> None:
+async def test_expired_entries_no_longer_count(server: Server) -> None:
     async with flushed(server, Quota(max_records=3), session_seconds=0.2) as registry:
         for name in ("a", "b", "c"):
             await record(registry, name)
@@ -102,7 +102,7 @@ async def test_what_has_ended_by_itself_counts_no_longer(server: Server) -> None
         assert await registry._index.redis.zcard("{bough}:sessions:ends") == 3
 
 
-async def test_a_ledger_of_nonsense_mends_itself(server: Server) -> None:
+async def test_an_invalid_ledger_repairs_itself(server: Server) -> None:
     async with flushed(server, Quota(max_records=3, max_bytes=50_000)) as registry:
         await record(registry, "a")
         await registry._index.redis.hset("{bough}:sessions:bytes", "", str(2**51))
@@ -114,7 +114,7 @@ async def test_a_ledger_of_nonsense_mends_itself(server: Server) -> None:
         assert await known(registry, "e") == ["e"]
 
 
-async def test_values_longer_than_any_of_ours_are_forgotten_before_anybody_reads_them(server: Server) -> None:
+async def test_values_that_are_too_long_are_deleted_unread(server: Server) -> None:
     """Whoever else writes to the index could fill an orchestrator's memory, or the quota, with a single value."""
     async with flushed(server, Quota(max_bytes=50_000_000)) as registry:
         redis = registry._index.redis
@@ -145,7 +145,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=50)
 @given(OPERATIONS)
-def test_the_quota_is_never_exceeded_and_the_ledger_tells_what_is_there(
+def test_the_quota_is_never_exceeded_and_the_ledger_matches_the_entries(
     server: Server, operations: list[tuple[str, int, int]]
 ) -> None:
     asyncio.run(_check_quota(server, operations))
@@ -178,7 +178,7 @@ async def _check_quota(server: Server, operations: list[tuple[str, int, int]]) -
             assert taken <= total
 
 
-async def test_a_session_that_was_closed_stays_closed_where_the_index_is_full(server: Server) -> None:
+async def test_a_closed_session_stays_closed_if_the_index_is_full(server: Server) -> None:
     """Its epoch ends sooner than others' records; were it the first to go, its old holder could write it again."""
     async with flushed(server, Quota(max_records=8)) as registry:
         claim = await registry.claim_session(ScopedId("closed"), "me")

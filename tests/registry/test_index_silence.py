@@ -72,7 +72,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "AWAITED_SECONDS", 0.5)
 
 
-async def test_after_one_call_without_an_answer_others_fail_at_once(index_url: str, patient: None) -> None:
+async def test_after_one_unanswered_call_others_fail_at_once(index_url: str, patient: None) -> None:
     async with hole(index_url) as state, connected(f"redis://127.0.0.1:{state.port}") as registry:
         state.swallows = True
         async with asyncio.timeout(60):

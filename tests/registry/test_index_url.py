@@ -39,7 +39,7 @@ def test_urls_are_checked_at_once(url: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize("tls", ["", "s"])
-def test_a_cluster_is_told_by_the_scheme(tls: str) -> None:
+def test_the_scheme_selects_a_cluster(tls: str) -> None:
     assert read_address(f"redis{tls}+cluster://:x@host:1/0") == (f"redis{tls}://:x@host:1/0", True, "")
     assert read_address(f"redis{tls}://host:1/3") == (f"redis{tls}://host:1/3", False, "")
 
@@ -68,9 +68,7 @@ FORMS = [
 
 @given(st.sampled_from(FORMS), st.text("/?#@:&=[]%\u2100\u00e9 1", min_size=1, max_size=6))
 @pytest.mark.parametrize("name", ["Secret", "12Secret"])
-def test_a_password_that_is_not_quoted_is_neither_shown_nor_taken_for_something_else(
-    name: str, form: str, signs: str
-) -> None:
+def test_an_unquoted_password_is_neither_shown_nor_misread(name: str, form: str, signs: str) -> None:
     """Such a sign ends the place of a password, and what stood around it was printed as host, port, path or setting."""
     parts = [name, *(f"{sign}{name}" for sign in signs)]
     url = form.format("".join(parts))
@@ -82,7 +80,7 @@ def test_a_password_that_is_not_quoted_is_neither_shown_nor_taken_for_something_
 
 
 @pytest.mark.parametrize("password", ["pa/ss", "pa#ss", "pa?ss", "1/2", "1#2", "1?2"])
-def test_a_password_with_signs_that_must_be_quoted_is_refused_and_said_how(password: str) -> None:
+def test_a_password_with_characters_that_must_be_quoted_is_refused_with_instructions(password: str) -> None:
     """Digits before the sign were taken for the port of this machine's own index, without a word."""
     with pytest.raises(ConfigError, match="%2F %3F %23") as caught:
         Registry(f"redis://:{password}@host")

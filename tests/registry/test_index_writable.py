@@ -50,7 +50,7 @@ async def alone(tmp_path: Path, byte_tokenizer: TokenizerFiles) -> AsyncIterator
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_the_list_of_workers_stays_as_it_was_and_the_problem_is_told(
+async def test_the_list_of_workers_is_kept_and_the_problem_reported(
     alone: Fleet, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Leases ran out, idle targets were forgotten, and requests failed while the index was said to be well."""
@@ -86,7 +86,7 @@ async def _lease_runs(raw: redis.asyncio.Redis) -> bool:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_heartbeat_that_is_not_written_is_told_once_and_goes_on(
+async def test_an_unwritten_heartbeat_is_reported_once_and_retried(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("bough.registry.registry.HEARTBEAT_SECONDS", 0.02)

@@ -52,14 +52,14 @@ async def until_there(registry: Registry, *workers: WorkerRecord) -> None:
     await until(are_there)
 
 
-async def test_leases_run_out_by_the_servers_clock(registry: Registry) -> None:
+async def test_leases_expire_by_the_servers_clock(registry: Registry) -> None:
     await registry.register(WORKER, lease_seconds=60.0)
     assert await registry.workers() == [WORKER]
     await registry.register(WORKER, lease_seconds=0.05)
     await until_there(registry)
 
 
-async def test_a_registered_worker_stays_until_it_leaves_and_tells_its_present_load(
+async def test_a_registered_worker_stays_until_it_leaves_and_reports_its_load(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bough.registry.registry.HEARTBEAT_SECONDS", 0.02)
@@ -71,7 +71,7 @@ async def test_a_registered_worker_stays_until_it_leaves_and_tells_its_present_l
     assert await registry.workers() == []
 
 
-async def test_a_worker_that_once_cannot_tell_its_load_stays(
+async def test_a_worker_stays_after_one_failure_to_report_its_load(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("bough.registry.registry.HEARTBEAT_SECONDS", 0.02)
@@ -88,13 +88,13 @@ async def test_a_worker_that_once_cannot_tell_its_load_stays(
     assert await registry.workers() == []
 
 
-async def test_workers_come_back_after_the_index_lost_everything(registry: Registry) -> None:
+async def test_workers_return_after_the_index_lost_everything(registry: Registry) -> None:
     async with registered(registry, lambda: WORKER):
         await flush(registry)
         await until_there(registry, WORKER)
 
 
-async def test_sessions_are_written_piece_by_piece_and_twice_without_harm(registry: Registry) -> None:
+async def test_sessions_are_written_in_parts_and_repetition_does_no_harm(registry: Registry) -> None:
     assert await registry.load_session(ScopedId("s")) is None
     second = replace(SESSION, draft_id="", target_length=4, tokens=(1, 2, 3, 70_000, 5))
     for record, start in ((SESSION, 0), (second, 3), (second, 3), (second, 5)):
@@ -107,7 +107,7 @@ async def test_sessions_are_written_piece_by_piece_and_twice_without_harm(regist
     assert await registry.load_session(ScopedId("s")) is None
 
 
-async def test_a_write_that_a_later_one_has_overtaken_changes_nothing(registry: Registry) -> None:
+async def test_an_outdated_write_changes_nothing(registry: Registry) -> None:
     """A paused index may get to a write after the client has given it up and sent the next on another connection."""
     later = replace(SESSION, tokens=(1, 2, 3, 4))
     await registry.record_session(later, 0)
@@ -119,7 +119,7 @@ async def test_a_write_that_a_later_one_has_overtaken_changes_nothing(registry: 
     assert await registry.load_request(ScopedId("r")) == ended
 
 
-async def test_a_flushed_or_foreign_transcript_is_sent_whole(registry: Registry) -> None:
+async def test_a_lost_or_foreign_transcript_is_sent_completely(registry: Registry) -> None:
     longer = replace(SESSION, tokens=(1, 2, 3, 4))
     await registry.record_session(longer, 3)  # there was nothing
     assert await registry.load_session(ScopedId("s")) == longer
@@ -132,7 +132,7 @@ async def test_a_flushed_or_foreign_transcript_is_sent_whole(registry: Registry)
     assert await registry.load_session(ScopedId("s")) == other
 
 
-async def test_claims_grow_and_fence(registry: Registry) -> None:
+async def test_claims_grow_and_fence_older_ones(registry: Registry) -> None:
     first = await registry.claim_session(ScopedId("s"), "a")
     assert first.record is None
     assert first.epoch > 1_700_000_000_000_000, "microseconds of the server's clock"
@@ -151,7 +151,7 @@ async def test_claims_grow_and_fence(registry: Registry) -> None:
     assert (await registry.claim_session(ScopedId("s"), "d")).record is None
 
 
-async def test_a_claim_that_follows_another_is_refused_where_somebody_came_between(registry: Registry) -> None:
+async def test_a_claim_after_another_is_refused_if_a_third_came_between(registry: Registry) -> None:
     mine = (await registry.claim_session(ScopedId("s"), "a")).epoch
     again = (await registry.claim_session(ScopedId("s"), "a", mine)).epoch
     assert again > mine
@@ -161,7 +161,7 @@ async def test_a_claim_that_follows_another_is_refused_where_somebody_came_betwe
     assert (await registry.claim_session(ScopedId("s"), "a", again)).epoch > again
 
 
-async def test_a_claim_whose_answer_was_lost_is_answered_as_before(
+async def test_a_claim_whose_answer_was_lost_is_answered_the_same(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the client's second try would find the session taken, by its first."""
@@ -175,7 +175,7 @@ async def test_a_claim_whose_answer_was_lost_is_answered_as_before(
     assert (await registry.claim_session(ScopedId("s"), "a")).epoch > first.epoch + 1, "that epoch is somebody else's"
 
 
-async def test_of_many_who_claim_at_once_one_is_left(registry: Registry) -> None:
+async def test_one_of_many_concurrent_claims_remains(registry: Registry) -> None:
     claims = await asyncio.gather(*(registry.claim_session(ScopedId("s"), f"holder {i}") for i in range(100)))
     epochs = [claim.epoch for claim in claims]
     assert len(set(epochs)) == 100
@@ -194,7 +194,7 @@ STEPS = st.lists(
 
 @settings(max_examples=60)
 @given(STEPS)
-def test_the_index_never_holds_what_nobody_wrote(server: Server, steps: list[tuple[str, int, int]]) -> None:
+def test_the_index_only_contains_what_was_written(server: Server, steps: list[tuple[str, int, int]]) -> None:
     """Two holders claim, write, repeat old writes and drop, and it may be flushed: what is loaded is always the newest
     write of the newest epoch that was accepted, whole."""
     asyncio.run(_check_two_holders(server, steps))
@@ -240,7 +240,7 @@ async def _check_two_holders(server: Server, steps: list[tuple[str, int, int]]) 
             assert await registry.load_session(ScopedId("s")) == held
 
 
-async def test_requests_keep_all_that_is_needed_to_go_on(registry: Registry) -> None:
+async def test_requests_store_all_that_is_needed_to_continue(registry: Registry) -> None:
     assert await registry.load_request(ScopedId("r")) is None
     sampling = SamplingParams(0.7, 3, 0.9, 0.1, 2**64 - 1, 1.1, 0.5, -0.5, {7: -1.5, 0: 2.0}, 4, frozenset({261, 2}))
     running = replace(REQUEST, sampling=sampling, stops=StopConditions(77, ("\n\n", "ü")))
@@ -273,7 +273,7 @@ async def test_prefixes_are_those_of_live_workers_with_the_same_model(registry: 
     assert await registry.find_prefixes("m", hashes, everyone) == {"b": 2}
 
 
-async def test_prefixes_end_with_the_lease_and_are_renewed_with_it(registry: Registry) -> None:
+async def test_prefixes_expire_with_the_lease_and_are_renewed_with_it(registry: Registry) -> None:
     worker, hashes = WorkerRecord("target", "a", "h:1"), block_hashes(range(64))
     await registry.register(worker, lease_seconds=30)
     await registry.note_prefixes("m", hashes, "a")
@@ -288,7 +288,7 @@ async def test_prefixes_end_with_the_lease_and_are_renewed_with_it(registry: Reg
     assert await registry.find_prefixes("m", hashes, ["a"]) == {}, "a worker that comes back may hold nothing"
 
 
-async def test_of_too_many_prefixes_the_oldest_go(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_too_many_prefixes_the_oldest_are_removed(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "MAX_PREFIXES", 8)
     old, new = block_hashes(range(32 * 6)), block_hashes(range(1, 1 + 32 * 5))
     await registry.register(WorkerRecord("target", "a", "h:1"), lease_seconds=60)
@@ -335,7 +335,7 @@ async def test_a_long_prefix_is_found_wherever_it_ends(registry: Registry) -> No
         assert await registry.find_prefixes("m", hashes, ["a"]) == {"a": length}
 
 
-async def test_a_sweep_removes_what_has_run_out_and_nothing_else(registry: Registry) -> None:
+async def test_a_sweep_removes_only_expired_entries(registry: Registry) -> None:
     dead, alive = WorkerRecord("target", "dead", "h:1"), WorkerRecord("target", "alive", "h:1", WorkerLoad(1))
     hashes = block_hashes(range(64))
     for worker in (dead, alive):
@@ -350,7 +350,7 @@ async def test_a_sweep_removes_what_has_run_out_and_nothing_else(registry: Regis
     assert await registry.find_prefixes("m", hashes, ["dead", "alive"]) == {"alive": 2}
 
 
-async def test_every_entry_ends_some_time(registry: Registry) -> None:
+async def test_every_entry_expires(registry: Registry) -> None:
     await registry.register(WORKER, lease_seconds=60)
     await registry.note_prefixes("m", block_hashes(range(64)), WORKER.worker_id)
     await registry.claim_session(ScopedId("claimed"), "a")
@@ -367,7 +367,7 @@ async def test_every_entry_ends_some_time(registry: Registry) -> None:
         assert 0 < await registry._index.redis.pttl(key) <= 24 * 3600 * 1000, key
 
 
-async def test_namespaces_are_apart(registry: Registry, server: Server) -> None:
+async def test_namespaces_are_separate(registry: Registry, server: Server) -> None:
     other = Registry(server.url, "other")
     await other.register(WORKER, lease_seconds=60)
     await other.record_session(SESSION, 0)
@@ -383,7 +383,7 @@ async def test_a_script_is_sent_again_after_the_server_forgot_it(registry: Regis
 
 
 @pytest.mark.parametrize("name", SERVERS)
-async def test_a_running_session_is_back_with_its_next_record_after_a_restart(name: str, tmp_path: Path) -> None:
+async def test_a_running_session_returns_with_its_next_record_after_a_restart(name: str, tmp_path: Path) -> None:
     with served(name, tmp_path) as server:
         async with connected(server.url) as registry:
             await registry.record_session(SESSION, 0)
@@ -414,7 +414,7 @@ async def test_a_call_can_be_cancelled_at_any_moment(registry: Registry) -> None
         assert task.cancelled()
 
 
-def test_a_number_that_no_float_holds_makes_a_record_malformed() -> None:
+def test_a_number_too_large_for_a_float_makes_a_record_malformed() -> None:
     stored, tokens = REQUEST.to_json(), pack_tokens(REQUEST.tokens)
     assert RequestRecord.from_json(ScopedId("r"), stored.encode(), tokens) == REQUEST
     huge = json.loads(stored)
@@ -422,7 +422,7 @@ def test_a_number_that_no_float_holds_makes_a_record_malformed() -> None:
     assert RequestRecord.from_json(ScopedId("r"), json.dumps(huge).encode(), tokens) is None
 
 
-def test_a_record_holds_ids_as_text() -> None:
+def test_a_record_stores_ids_as_text() -> None:
     record = replace(REQUEST, session_id=ScopedId("s::1", "alice"))
     stored = json.loads(record.to_json())
     assert stored["session_id"] == "alice::s::1"

@@ -47,7 +47,7 @@ def watching_without_reading() -> bytes:
     return PREFACE + settings + frame(HEADERS, END_HEADERS, 1, head(WATCH)) + frame(DATA, END_STREAM, 1, data)
 
 
-async def test_who_watches_health_and_does_not_read_holds_nobody_up(served: Served) -> None:
+async def test_a_health_watcher_that_does_not_read_blocks_nobody(served: Served) -> None:
     """The server's own word on its health waited for every watcher to have read the last one: one stranger, who needs
     no key for it, kept an orchestrator from ever being SERVING, and from draining."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -64,7 +64,7 @@ async def test_who_watches_health_and_does_not_read_holds_nobody_up(served: Serv
 
 
 @pytest.mark.slow
-async def test_watchers_are_told_of_every_change_and_are_so_many_at_most(served: Served) -> None:
+async def test_watchers_receive_every_change_and_are_limited(served: Served) -> None:
     async with open_channel(f"127.0.0.1:{served.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
@@ -91,7 +91,7 @@ async def test_watchers_are_told_of_every_change_and_are_so_many_at_most(served:
 
 
 @pytest.mark.slow
-async def test_calls_that_come_all_at_once_wait_and_are_answered(served: Served) -> None:
+async def test_concurrent_calls_wait_and_are_answered(served: Served) -> None:
     """Of more than 1,000 that no task had taken yet, gRPC cancelled some by chance."""
     async with open_channel(f"127.0.0.1:{served.port}") as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
@@ -100,7 +100,7 @@ async def test_calls_that_come_all_at_once_wait_and_are_answered(served: Served)
     assert {answer.status for answer in answers} == {health_pb2.HealthCheckResponse.SERVING}
 
 
-async def test_a_watcher_that_has_gone_is_no_unexpected_error() -> None:
+async def test_a_watcher_that_has_left_is_no_unexpected_error() -> None:
     """Each one that left in the middle of a word was logged with a traceback."""
 
     class Gone:
@@ -111,7 +111,7 @@ async def test_a_watcher_that_has_gone_is_no_unexpected_error() -> None:
         await HealthService().Watch(health_pb2.HealthCheckRequest(), cast(grpc.aio.ServicerContext[Any, Any], Gone()))
 
 
-async def test_connections_are_so_many_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_connections_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "most_connections", lambda: 3)
     async with serving("127.0.0.1", 0, SERVICE, lambda _: None) as served:
         streams = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(6)]
@@ -128,7 +128,7 @@ async def test_connections_are_so_many_at_most(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("said", [b"", PREFACE[:10]])
-async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.5)
     async with serving("127.0.0.1", 0, SERVICE, lambda _: None) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -139,7 +139,7 @@ async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.Monk
         writer.close()
 
 
-async def test_a_call_whose_name_is_no_text_ends_no_server(served: Served) -> None:
+async def test_a_call_whose_name_is_not_text_does_not_end_the_server(served: Served) -> None:
     """It ended grpc.aio's, for good: one packet of a stranger. What runs goes on, and new calls are answered."""
     async with open_channel(f"127.0.0.1:{served.port}") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
@@ -160,7 +160,7 @@ async def test_a_call_whose_name_is_no_text_ends_no_server(served: Served) -> No
 
 
 @pytest.mark.parametrize(("most", "code"), [(256, "UNIMPLEMENTED"), (0, "CANCELLED")])
-async def test_a_method_that_is_not_there_is_refused(
+async def test_an_unknown_method_is_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch, most: int, code: str
 ) -> None:
     """However many call it; beyond a bound of refusals that nobody reads, calls are dropped."""
@@ -174,7 +174,7 @@ async def test_a_method_that_is_not_there_is_refused(
         assert await is_serving(channel, "", 5.0)
 
 
-def test_a_grpcio_that_takes_calls_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incompatible_grpcio_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls would come in past what keeps names that are no text away from it, and nobody would know."""
     other = type("AioServer", (), {"_request_call": lambda _: None})
     monkeypatch.setattr(lasting_server, "cygrpc", SimpleNamespace(AioServer=other))

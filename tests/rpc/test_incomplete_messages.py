@@ -242,7 +242,7 @@ ENDLESS = [  # calls whose messages never end: connections, method, key, and how
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_connections", "path", "key", "places"), long_but(ENDLESS[:2], ENDLESS))
-async def test_messages_that_never_end_take_a_bounded_memory_and_keep_nobody_out(
+async def test_endless_messages_use_limited_memory_and_block_nobody(
     path: str, key: str, places: int, num_connections: int
 ) -> None:
     """One connection took 1.2 GB in 8 s, without a key, as every stream could fill 4 MiB."""
@@ -260,7 +260,7 @@ async def test_messages_that_never_end_take_a_bounded_memory_and_keep_nobody_out
 
 
 @pytest.mark.slow
-async def test_a_message_that_says_to_be_larger_than_any_is_not_waited_for() -> None:
+async def test_a_message_declared_too_large_is_not_waited_for() -> None:
     with server_process() as (process_id, port):
         stranger = Stranger(GENERATE, credentials("alice"), declared=4_000_000_000)
         figures = await attack(process_id, port, [stranger], 16, SECONDS)
@@ -291,7 +291,7 @@ def reading(arrivals: Arrivals, call: Call) -> asyncio.Task[bytes | None]:
     return asyncio.create_task(arrivals.read(cast(Any, call)))
 
 
-async def test_a_caller_has_its_share_of_the_places_and_the_others_go_to_who_has_fewest() -> None:
+async def test_a_caller_has_its_share_of_places_and_others_go_to_callers_with_the_fewest() -> None:
     arrivals = Arrivals(3, 2, 60.0, 100)
     greedy = [Call() for _ in range(4)]
     tasks = [reading(arrivals, call) for call in greedy]
@@ -313,7 +313,7 @@ async def test_a_caller_has_its_share_of_the_places_and_the_others_go_to_who_has
     assert not arrivals._waiting
 
 
-async def test_callers_with_names_are_counted_by_them() -> None:
+async def test_named_callers_are_counted_by_name() -> None:
     arrivals, calls = Arrivals(4, 1, 60.0, 100), [Call(peer=f"ipv4:10.0.0.{n}:5") for n in range(3)]
 
     async def named(call: Call, name: str) -> bytes | None:
@@ -343,7 +343,7 @@ async def test_a_message_that_does_not_arrive_in_time_ends_its_call_and_frees_it
     assert await asyncio.wait_for(waiting, 10) == b"x"
 
 
-async def test_calls_that_wait_are_so_many_at_most_and_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_calls_are_limited_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals_module, "MAX_WAITING", 4)
     monkeypatch.setattr(arrivals_module, "WAIT_SECONDS", 0.05)
     arrivals, first = Arrivals(1, 1, 60.0, 100), Call()
@@ -377,11 +377,11 @@ async def test_the_length_of_a_message_is_checked() -> None:
         ("unix:/x", ""),
     ],
 )
-def test_a_caller_is_known_by_its_address(peer: str, name: str) -> None:
+def test_a_caller_is_identified_by_its_address(peer: str, name: str) -> None:
     assert network(peer) == name
 
 
-async def test_calls_over_a_channel_are_answered_as_before() -> None:
+async def test_calls_over_a_channel_are_answered_normally() -> None:
     """A health message of some KB, a call without a message, and reflection, whose calls have many."""
     async with served() as running, open_channel(f"127.0.0.1:{running.port}") as channel:
         check = health_pb2_grpc.HealthStub(channel).Check

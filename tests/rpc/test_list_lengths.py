@@ -45,7 +45,7 @@ def packed(num_ids: int) -> bytes:
 
 
 @given(REQUESTS, st.dictionaries(st.integers(0, 300), st.floats(width=32), max_size=9), IDS)
-def test_lists_are_as_long_as_protobuf_finds_them(
+def test_list_lengths_equal_those_that_protobuf_reads(
     request: pb.GenerateRequest, biases: dict[int, float], ids: list[int]
 ) -> None:
     request.sampling.logit_bias.update(biases)
@@ -88,7 +88,7 @@ def test_no_bytes_hide_entries_and_only_invalid_ones_are_refused(data: bytes) ->
 
 
 @pytest.mark.parametrize("make", [packed, unpacked])
-def test_a_list_may_be_as_long_as_its_limit_and_no_longer(make: Callable[[int], bytes]) -> None:
+def test_a_list_may_be_as_long_as_its_limit(make: Callable[[int], bytes]) -> None:
     service.require_lengths(make(LONGEST), LONGEST)
     text = f"token_ids: must have at most {LONGEST} entries, got {LONGEST + 1}"
     with pytest.raises(InvalidRequest, match=text):
@@ -100,7 +100,7 @@ def test_a_list_may_be_as_long_as_its_limit_and_no_longer(make: Callable[[int], 
 @pytest.mark.parametrize(
     "data", [b"\x1a\xff", b"\x1a\x05\x08", b"\x0a", b"\x80" * 20, b"\x1a\x04\x0a\x64\x01\x01", b"\x0f\x01"]
 )
-def test_bytes_that_are_no_message_are_refused_as_such(data: bytes) -> None:
+def test_invalid_bytes_are_refused(data: bytes) -> None:
     def decode(data: bytes) -> pb.GenerateRequest:
         service.require_lengths(data, LONGEST)
         return pb.GenerateRequest.FromString(data)
@@ -110,12 +110,12 @@ def test_bytes_that_are_no_message_are_refused_as_such(data: bytes) -> None:
             decoded(data, each)
 
 
-def test_fields_are_not_read_without_end() -> None:
+def test_the_number_of_fields_is_limited() -> None:
     with pytest.raises(InvalidRequest, match="message: must have at most 1000 fields, got 1001 or more"):
         list_lengths(b"\x48\x01" * 2_000_000, pb.GenerateRequest, MOST)
 
 
-def test_every_list_of_numbers_is_of_varints_as_they_are_counted() -> None:
+def test_every_list_of_numbers_is_counted_as_varints() -> None:
     def lists(descriptor: Any) -> set[int]:
         own = {field.type for field in descriptor.fields if field.is_repeated and field.is_packed}
         inner = (field.message_type for field in descriptor.fields if field.message_type and not field.is_repeated)

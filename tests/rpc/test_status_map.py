@@ -29,7 +29,7 @@ class Call:
         (AlreadyRunning("", "it runs"), "it runs"),
     ],
 )
-async def test_a_field_s_error_keeps_its_parts(error: FieldError, text: str) -> None:
+async def test_a_fields_error_keeps_its_parts(error: FieldError, text: str) -> None:
     assert str(error) == str(pickle.loads(pickle.dumps(error))) == text
     received = await received_from(error)
     assert (type(received), received.args, str(received)) == (type(error), error.args, text)
@@ -41,7 +41,7 @@ async def test_parts_that_are_too_long_for_metadata_are_in_the_text() -> None:
     assert (received.field, received.got, str(received)) == ("", None, str(error))
 
 
-async def test_an_older_peer_s_error_has_its_text_as_problem() -> None:
+async def test_an_older_peers_error_has_its_text_as_problem() -> None:
     metadata = grpc.aio.Metadata((ERROR_KEY, "NotFound"))
     error = to_error(grpc.aio.AioRpcError(grpc.StatusCode.NOT_FOUND, grpc.aio.Metadata(), metadata, "x: gone"), "a:1")
     assert isinstance(error, NotFound)

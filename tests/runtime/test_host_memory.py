@@ -14,7 +14,7 @@ MAPPINGS = Path("/proc/self/smaps")
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, LARGE_PAGE - 1, LARGE_PAGE, 3 * LARGE_PAGE + 5])
-def test_begins_a_large_page_and_is_zero(num_bytes: int) -> None:
+def test_a_buffer_begins_at_a_large_page_and_is_zero(num_bytes: int) -> None:
     numbers = np.frombuffer(large_pages(num_bytes), np.uint8)
     assert len(numbers) == num_bytes
     assert not numbers.any()
@@ -22,7 +22,7 @@ def test_begins_a_large_page_and_is_zero(num_bytes: int) -> None:
 
 
 @pytest.mark.skipif(not ENABLED.exists() or "[never]" in ENABLED.read_text(), reason="this system has no large pages")
-def test_is_in_large_pages() -> None:
+def test_a_buffer_is_in_large_pages() -> None:
     memory = np.frombuffer(large_pages(8 * LARGE_PAGE), np.uint8)
     memory[:] = 1
     assert in_large_pages(memory.ctypes.data) >= 4 * LARGE_PAGE  # all, where the system finds as many

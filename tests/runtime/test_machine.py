@@ -36,7 +36,7 @@ class FakeMachine:
         file.write_text(text)
 
 
-def test_without_limits_all_of_the_machine(tmp_path: Path) -> None:
+def test_without_limits_the_whole_machine_is_available(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path, V2_MOUNT, "0::/\n")
     machine.write("sys/fs/cgroup/memory.max", "max\n")
     machine.write("sys/fs/cgroup/memory.current", "5000\n")
@@ -45,7 +45,7 @@ def test_without_limits_all_of_the_machine(tmp_path: Path) -> None:
     assert usable_cpus(tmp_path, affinity=6) == 6
 
 
-def test_a_machine_without_control_groups(tmp_path: Path) -> None:
+def test_a_machine_without_control_groups_is_measured(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemAvailable: 1000 kB\n")
     assert free_memory(tmp_path) == 1_024_000
@@ -53,7 +53,7 @@ def test_a_machine_without_control_groups(tmp_path: Path) -> None:
     assert usable_cpus(tmp_path) == len(os.sched_getaffinity(0))
 
 
-def test_version_2_and_the_groups_above(tmp_path: Path) -> None:
+def test_limits_of_version_2_groups_and_their_parents_apply(tmp_path: Path) -> None:
     """A pod's limit holds for its containers, whatever their own files say."""
     machine = FakeMachine(tmp_path, V2_MOUNT, "0::/pod/box\n")
     machine.write("sys/fs/cgroup/pod/box/memory.max", "3000000000\n")
@@ -73,7 +73,7 @@ def test_version_2_and_the_groups_above(tmp_path: Path) -> None:
     assert usable_cpus(tmp_path, affinity=8) == 1, "half a processor is one"
 
 
-def test_version_1_and_the_groups_above(tmp_path: Path) -> None:
+def test_limits_of_version_1_groups_and_their_parents_apply(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path, V1_MOUNTS, "5:memory:/pod/box\n4:cpu,cpuacct:/pod/box\n0::/\n")
     memory, cpu = "sys/fs/cgroup/memory/pod", "sys/fs/cgroup/cpu,cpuacct/pod"
     machine.write(f"{memory}/box/memory.limit_in_bytes", f"{2**63 - 4096}\n")
@@ -89,7 +89,7 @@ def test_version_1_and_the_groups_above(tmp_path: Path) -> None:
     assert usable_cpus(tmp_path, affinity=2) == 2
 
 
-def test_a_container_whose_own_group_is_mounted_as_the_root(tmp_path: Path) -> None:
+def test_limits_of_a_container_mounted_as_the_root_apply(tmp_path: Path) -> None:
     """Its path is told from the machine's root, of which it sees nothing."""
     mounts = "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
     machine = FakeMachine(tmp_path, mounts, "4:memory:/docker/abc/inner\n0::/\n")
@@ -106,7 +106,7 @@ def test_a_container_whose_own_group_is_mounted_as_the_root(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_pages_of_files_are_free_unless_they_are_mapped(version: int, tmp_path: Path) -> None:
+def test_file_pages_are_free_unless_they_are_mapped(version: int, tmp_path: Path) -> None:
     if version == 2:
         machine, folder = FakeMachine(tmp_path, V2_MOUNT, "0::/box\n"), "sys/fs/cgroup/box"
         machine.write(f"{folder}/memory.max", "3000000000\n")
@@ -123,7 +123,7 @@ def test_pages_of_files_are_free_unless_they_are_mapped(version: int, tmp_path: 
     assert free_memory(tmp_path) == 1_750_000_000
 
 
-def test_affinity_decides_how_many_threads_compute_by_default() -> None:
+def test_affinity_sets_the_default_number_of_threads() -> None:
     code = "from bough.config.processes import TargetConfig, parse; "
     code += "print(parse(TargetConfig, 't', ['--model', 'm'], {}).threads)"
     one = str(min(os.sched_getaffinity(0)))
@@ -136,7 +136,7 @@ def test_affinity_decides_how_many_threads_compute_by_default() -> None:
     assert parse(TargetConfig, "t", ["--model", "m"], {}).threads == usable_cpus()
 
 
-def test_a_real_control_group() -> None:
+def test_limits_of_a_real_control_group_apply() -> None:
     code = "from bough.runtime.machine import free_memory; print(free_memory())"
     try:
         with limited(MEMORY_LIMIT) as prefix:
@@ -147,14 +147,14 @@ def test_a_real_control_group() -> None:
     assert MEMORY_LIMIT // 2 < int(output) < MEMORY_LIMIT
 
 
-def test_a_process_that_is_not_told_leaves_memory_to_others() -> None:
+def test_memory_is_left_to_others_by_default() -> None:
     """A fifth of what is free, but where that is little what every process comes to take beside its budget."""
     assert default_budget(10 * 1000**3) == 8 * 1000**3
     assert default_budget(1000**3) == 700 * 1000**2
     assert default_budget(200 * 1000**2) == 0
 
 
-def test_a_gpu_is_seen_by_its_files(tmp_path: Path) -> None:
+def test_a_gpu_is_found_by_its_device_files(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     assert [may_be_gpu(device, tmp_path) for device in ("auto", "cpu", "cuda:1")] == [False, False, True]
     (tmp_path / "dev" / "nvidia0").touch()

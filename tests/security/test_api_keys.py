@@ -32,7 +32,7 @@ def keys(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return output.out
 
 
-def test_a_key_is_printed_once_and_only_its_hash_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_printed_once_and_only_its_hash_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "keys")
     key = keys(capsys, "add", "alice", "--file", file, "--requests", "3", "--tokens-per-minute", "500").strip()
     assert key not in Path(file).read_text()
@@ -45,7 +45,7 @@ def test_a_key_is_printed_once_and_only_its_hash_is_kept(tmp_path: Path, capsys:
     assert "3 requests at once, 500 tokens a minute" in listed
 
 
-def test_a_file_that_is_changed_keeps_its_owner_and_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_file_keeps_its_owner_and_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Root added a key, and the file was root's alone: the orchestrator, another user, could not read it any more."""
     file = written(tmp_path / "keys", LINE, mode=0o640)
     owner = (12345, 23456) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
@@ -71,7 +71,7 @@ def test_a_file_whose_owner_cannot_be_kept_is_not_changed(
     assert (file.read_text(), os.listdir(tmp_path)) == (before, ["keys"])
 
 
-def test_one_of_a_tenants_keys_can_go_and_the_other_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_a_tenants_keys_can_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "keys")
     old, new, other = (keys(capsys, "add", name, "--file", file).strip() for name in ("alice", "alice", "bob"))
     keys(capsys, "remove", "alice", "--file", file, "--id", hash_of(old)[:12])
@@ -104,7 +104,7 @@ def test_one_of_a_tenants_keys_can_go_and_the_other_stays(tmp_path: Path, capsys
         (("remove", "alice", "--id", "12ab"), f"/keys: {LINE['sha256'][:12]}, got 12ab"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_its_name(
+def test_invalid_settings_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], what: str
 ) -> None:
     file = written(tmp_path / "keys", LINE)
@@ -130,7 +130,7 @@ def test_what_cannot_be_used_is_refused_by_its_name(
         ({"name": "bob", "sha256": hash_of(KEY)}, "every key must be one tenant's, got one of alice and bob"),
     ],
 )
-def test_a_line_that_is_none_is_named_and_no_key_in_it_is_told(tmp_path: Path, line: object, what: str) -> None:
+def test_an_invalid_line_is_named_without_revealing_a_key(tmp_path: Path, line: object, what: str) -> None:
     with pytest.raises(ConfigError, match="--keys") as refused:
         Keyring(str(written(tmp_path / "keys", LINE, line)))
     assert what in str(refused.value)
@@ -138,7 +138,7 @@ def test_a_line_that_is_none_is_named_and_no_key_in_it_is_told(tmp_path: Path, l
 
 
 @pytest.mark.parametrize("mode", [0o602, 0o604, 0o620, 0o666])
-def test_a_file_that_is_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match=r"closed to other users \(chmod 600\)"):
         Keyring(str(written(tmp_path / "keys", LINE, mode=mode)))
     Keyring(str(written(tmp_path / "keys", LINE, mode=0o640)))  # as Kubernetes mounts it for a group
@@ -162,7 +162,7 @@ def test_a_file_that_is_open_to_others_is_refused(tmp_path: Path, mode: int) -> 
         ["Bearer " + "x" * 10_000],
     ],
 )
-def test_whatever_is_shown_but_the_key_has_the_same_answer(tmp_path: Path, shown: list[str | bytes]) -> None:
+def test_every_wrong_key_has_the_same_answer(tmp_path: Path, shown: list[str | bytes]) -> None:
     keyring = Keyring(str(written(tmp_path / "keys", LINE)))
     with pytest.raises(Unauthenticated) as refused:
         keyring.holder(shown)
@@ -172,7 +172,7 @@ def test_whatever_is_shown_but_the_key_has_the_same_answer(tmp_path: Path, shown
     assert keyring.holder([f"bearer  {KEY} "]).name == "alice"
 
 
-def test_a_key_ends_when_it_says(tmp_path: Path) -> None:
+def test_a_key_expires_at_its_date(tmp_path: Path) -> None:
     now = [1_800_000_000.0]  # 2027-01-15T08:00:00Z
     line = LINE | {"expires": "2027-01-15T09:00:01+01:00"}
     keyring = Keyring(str(written(tmp_path / "keys", line)), clock=lambda: now[0])
@@ -182,7 +182,7 @@ def test_a_key_ends_when_it_says(tmp_path: Path) -> None:
         keyring.holder([f"Bearer {KEY}"])
 
 
-def test_a_file_that_changes_is_read_again_and_a_mistake_in_it_changes_nothing(tmp_path: Path) -> None:
+def test_a_changed_file_is_read_again_and_a_mistake_in_it_changes_nothing(tmp_path: Path) -> None:
     keyring = Keyring(str(file := written(tmp_path / "keys", LINE)))
     for mistake in ("no JSON", json.dumps(LINE | {"sha256": "short"})):
         written(file, mistake)
@@ -199,7 +199,7 @@ def test_a_file_that_changes_is_read_again_and_a_mistake_in_it_changes_nothing(t
 
 
 @pytest.mark.parametrize("key", ["a b", "é", "a\nb", "x" * (MAX_KEY_LENGTH + 1)])
-def test_a_key_that_no_header_carries_is_refused_and_not_told(key: str) -> None:
+def test_a_key_that_no_header_can_carry_is_refused_without_revealing_it(key: str) -> None:
     with pytest.raises(ConfigError, match="api_key: must be at most") as refused:
         require_key("api_key", key)
     assert key not in str(refused.value)

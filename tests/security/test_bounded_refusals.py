@@ -14,7 +14,7 @@ from tests.fakes.stage import Orchestrator
 
 
 @pytest.mark.parametrize("name", ["x" * 100_000, "é" * 100_000, "\n\0" * 50_000, "\U0001f333" * 100_000])
-async def test_a_name_however_long_is_refused_by_its_own_status_over_grpc(
+async def test_a_name_of_any_length_is_refused_with_its_own_status_over_grpc(
     orchestrator: Orchestrator, name: str
 ) -> None:
     """Status texts travel as a header, of which a client takes some thousand bytes: more would be another error."""
@@ -34,20 +34,20 @@ async def test_a_name_however_long_is_refused_by_its_own_status_over_grpc(
         b'{"messages": [{"role": "%s", "content": "x"}]}' % (b"x" * 100_000),
     ],
 )
-def test_a_field_however_long_its_name_is_refused_in_few_words_over_http(body: bytes) -> None:
+def test_a_field_name_of_any_length_is_refused_briefly_over_http(body: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         parse(ChatFields, body)
     assert len(refused.value.message) <= MAX_MESSAGE + 64
     assert len(refused.value.param or "") <= MAX_MESSAGE + 64
 
 
-def test_what_is_not_known_is_told_in_few_words_over_http() -> None:
+def test_unknown_names_are_refused_briefly_over_http() -> None:
     error = api_error(NotFound("model", repr("x" * 100_000) + " is not served here"), {})
     assert len(error.message) <= MAX_MESSAGE + 64
     assert error.param == "model"
 
 
-def test_a_text_is_cut_where_it_would_be_too_large_as_a_header() -> None:
+def test_a_text_too_large_for_a_header_is_truncated() -> None:
     assert bounded("short é\n") == "short é\n"
     for text in ("x" * 10_000, "é" * 10_000, "\0" * 10_000, "\ud800" * 10_000, "%" * 10_000):
         cut = bounded(text)

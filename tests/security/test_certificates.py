@@ -39,13 +39,13 @@ def refusal(files: CertificateFiles) -> str:
     return str(refused.value)
 
 
-def test_names_and_the_end_of_a_certificate_are_known(files: CertificateFiles) -> None:
+def test_names_and_expiry_of_a_certificate_are_read(files: CertificateFiles) -> None:
     certificates = read_certificates(files, is_server=True)
     assert certificates.names == ("localhost", "127.0.0.1")
     assert b"BEGIN CERTIFICATE" in certificates.chain
 
 
-def test_a_file_that_is_not_there_is_named_by_its_setting(files: CertificateFiles) -> None:
+def test_a_missing_file_is_named_by_its_setting(files: CertificateFiles) -> None:
     assert refusal(replace(files, cert="none")) == "--tls-cert: none must be a readable file, got: " + (
         "No such file or directory"
     )
@@ -61,7 +61,7 @@ def test_a_key_that_others_can_read_is_refused(files: CertificateFiles) -> None:
     assert refusal(files) == f"--tls-key: {files.key} must be closed to other users (chmod 600), got mode 644"
 
 
-def test_what_is_no_certificate_is_refused(files: CertificateFiles, tmp_path: Path) -> None:
+def test_an_invalid_certificate_is_refused(files: CertificateFiles, tmp_path: Path) -> None:
     (text := tmp_path / "text").write_text("hello")
     text.chmod(0o600)
     assert refusal(replace(files, cert=str(text))).startswith(f"--tls-cert: {text} must be a certificate in PEM")
@@ -70,7 +70,7 @@ def test_what_is_no_certificate_is_refused(files: CertificateFiles, tmp_path: Pa
     assert refusal(replace(files, authority=str(text))) == authority
 
 
-def test_the_key_of_another_certificate_is_refused(files: CertificateFiles, tmp_path: Path) -> None:
+def test_a_key_of_another_certificate_is_refused(files: CertificateFiles, tmp_path: Path) -> None:
     _, key = AUTHORITY.pair("other").write(tmp_path, "other")
     told = refusal(replace(files, key=str(key)))
     assert told == f"--tls-key: {key} must be the key of the certificate in {files.cert}"
@@ -87,7 +87,7 @@ def test_a_certificate_that_peers_would_refuse_is_refused_at_the_start(files: Ce
     )
 
 
-def test_files_are_read_again_and_a_mistake_leaves_the_old_ones_in_force(
+def test_files_are_read_again_and_a_mistake_keeps_the_old_ones(
     files: CertificateFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tls = Tls(files, is_server=True)
@@ -107,7 +107,7 @@ def test_files_are_read_again_and_a_mistake_leaves_the_old_ones_in_force(
     assert [record.levelname for record in caplog.records if "valid until" in record.message] == ["WARNING"]
 
 
-def test_a_key_that_is_closed_to_others_after_it_was_written_is_taken(files: CertificateFiles, tmp_path: Path) -> None:
+def test_a_key_made_private_after_it_was_written_is_accepted(files: CertificateFiles, tmp_path: Path) -> None:
     """`openssl ... > key` and `chmod 600 key` are two steps, and the process may look between them."""
     tls = Tls(files, is_server=True)
     before = tls.now
@@ -130,7 +130,7 @@ def test_a_key_that_is_closed_to_others_after_it_was_written_is_taken(files: Cer
         (OrchestratorConfig, ["--tls-client-ca", "a"], "--tls-cert: missing; must be given where --tls-client-ca is"),
     ],
 )
-def test_settings_that_need_one_another_are_named(
+def test_settings_that_depend_on_each_other_are_named(
     kind: type[TargetConfig | OrchestratorConfig], flags: list[str], told: str
 ) -> None:
     model = ["--model", "m"] if kind is TargetConfig else []
@@ -151,7 +151,7 @@ def test_one_variable_names_a_file_for_all_processes(files: CertificateFiles) ->
         parse(OrchestratorConfig, "orchestrator", [], everywhere | {"BOUGH_TLS_PEER_NAMES": "a,,b"})
 
 
-async def test_a_certificate_is_warned_of_that_was_far_from_its_end_when_it_was_read(
+async def test_the_expiry_of_a_long_running_process_certificate_causes_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process lives for months, and its log had told of the end on the first day alone."""
@@ -167,7 +167,7 @@ async def test_a_certificate_is_warned_of_that_was_far_from_its_end_when_it_was_
             await asyncio.sleep(0.01)
 
 
-async def test_a_watcher_goes_on_after_what_nobody_has_foreseen(tmp_path: Path) -> None:
+async def test_a_watcher_continues_after_an_unexpected_error(tmp_path: Path) -> None:
     """It ended without a word, and a key that was taken out of the file afterwards let in whoever had it."""
     (path := tmp_path / "file").write_text("first")
 
@@ -185,7 +185,7 @@ async def test_a_watcher_goes_on_after_what_nobody_has_foreseen(tmp_path: Path) 
     assert files.value == "the third"
 
 
-async def test_a_process_is_found_by_its_new_certificate_where_there_is_no_authority(tmp_path: Path) -> None:
+async def test_a_process_is_found_by_its_new_certificate_without_an_authority(tmp_path: Path) -> None:
     """A supervisor knew the certificate of the start, and ended an orchestrator whose certificate was changed."""
 
     def renewed() -> CertificateFiles:
@@ -235,7 +235,7 @@ async def test_connections_of_older_certificates_end_with_the_last(tmp_path: Pat
             await gone.wait()
 
 
-async def test_a_process_that_asks_clients_for_certificates_is_found_by_its_own(tmp_path: Path) -> None:
+async def test_a_process_that_requires_client_certificates_is_reached_with_its_own(tmp_path: Path) -> None:
     """With --tls-client-ca and no --tls-ca it refused whoever looks after it, such as health checks."""
     files = replace(AUTHORITY.files(tmp_path), authority="", client_authority=str(STRANGER.write(tmp_path, "clients")))
     with Path(files.cert).open("ab") as chain:
@@ -264,7 +264,7 @@ async def test_a_process_that_asks_clients_for_certificates_is_found_by_its_own(
         writer.close()
 
 
-def test_of_two_that_read_a_file_again_the_last_to_begin_counts(tmp_path: Path) -> None:
+def test_of_two_concurrent_reads_of_a_file_the_later_one_counts(tmp_path: Path) -> None:
     """A slow reader put the contents of before back in force, until the next change."""
     (path := tmp_path / "file").write_text("first")
     reads, may_go_on = threading.Event(), threading.Event()

@@ -69,7 +69,7 @@ async def until_closed(streams: list[Streams], num: int) -> None:
         await asyncio.gather(*reading, return_exceptions=True)
 
 
-async def test_handshakes_and_connections_of_the_http_door_are_counted_together(
+async def test_handshakes_and_connections_of_the_http_port_are_counted_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each had half of the descriptors, together all: the process had none left for its workers."""
@@ -83,7 +83,7 @@ async def test_handshakes_and_connections_of_the_http_door_are_counted_together(
                 assert (await reader.readline()).startswith(b"HTTP/1.1 200"), "one of the silent ones gives way"
 
 
-async def test_silent_connections_at_the_front_of_the_index_keep_nobody_out(
+async def test_silent_connections_at_the_indexs_proxy_block_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They were not counted at all before their handshakes had ended."""
@@ -109,7 +109,7 @@ async def test_silent_connections_at_the_front_of_the_index_keep_nobody_out(
     await front.close()
 
 
-def test_the_front_of_the_index_leaves_half_of_the_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_indexs_proxy_leaves_half_of_the_descriptors_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each connection has two."""
     monkeypatch.setattr("bough.runtime.connections.resource.getrlimit", lambda _: (1024, 1024))
     assert most_connections() == 256

@@ -32,7 +32,7 @@ def require(kind: Config, *flags: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*WORKERS, OrchestratorConfig])
-def test_without_keys_a_process_is_for_its_own_machine(kind: Config) -> None:
+def test_without_keys_a_process_only_serves_its_own_machine(kind: Config) -> None:
     for host in ("127.0.0.1", "::1", "[::1]", "localhost", "127.9.9.9"):
         require(kind, "--host", host)
     require(kind)
@@ -46,7 +46,7 @@ def test_without_keys_a_process_is_for_its_own_machine(kind: Config) -> None:
 
 
 @pytest.mark.parametrize("guard", ["--keys", "--tls-client-ca"])
-def test_an_orchestrator_with_keys_or_certificates_of_clients_may_be_reached(guard: str) -> None:
+def test_an_orchestrator_with_keys_or_client_certificates_may_be_reachable(guard: str) -> None:
     require(OrchestratorConfig, "--host", "0.0.0.0", guard, "file")
     with pytest.raises(ConfigError, match="--host: must be this machine's own"):  # those of workers keep no client out
         require(OrchestratorConfig, "--host", "0.0.0.0", "--worker-key-file", "file", "--tls-ca", "file")
@@ -54,7 +54,7 @@ def test_an_orchestrator_with_keys_or_certificates_of_clients_may_be_reached(gua
 
 @pytest.mark.parametrize("kind", WORKERS)
 @pytest.mark.parametrize("guard", ["--worker-key-file", "--tls-ca"])
-def test_a_worker_with_a_secret_or_an_authority_may_be_reached(kind: Config, guard: str) -> None:
+def test_a_worker_with_a_secret_or_an_authority_may_be_reachable(kind: Config, guard: str) -> None:
     require(kind, "--host", "0.0.0.0", guard, "file")
 
 
@@ -63,7 +63,7 @@ def test_a_worker_with_a_secret_or_an_authority_may_be_reached(kind: Config, gua
     [(TargetConfig, "--worker-key-file"), (DraftConfig, "--tls-ca"), (OrchestratorConfig, "--keys"),
      (OrchestratorConfig, "--tls-client-ca")],
 )  # fmt: skip
-def test_figures_of_a_guarded_process_are_for_its_own_machine(kind: Config, guard: str) -> None:
+def test_metrics_of_a_guarded_process_are_only_served_to_its_own_machine(kind: Config, guard: str) -> None:
     model = [] if kind is OrchestratorConfig else ["--model", "m"]
     guarded = parse(kind, "service", [*model, "--host", "10.0.0.1", guard, "file"], {})
     assert for_metrics(guarded).host == "127.0.0.1"
@@ -71,7 +71,7 @@ def test_figures_of_a_guarded_process_are_for_its_own_machine(kind: Config, guar
     assert for_metrics(parse(kind, "service", [*model, "--host", "10.0.0.1"], {})).host == "10.0.0.1"
 
 
-def test_what_crosses_the_network_in_the_open_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_unencrypted_traffic_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         require(OrchestratorConfig, "--insecure", "--host", "0.0.0.0")
         assert "--insecure: everyone who reaches 0.0.0.0 is admitted" in caplog.text
@@ -82,14 +82,14 @@ def test_what_crosses_the_network_in_the_open_is_said(caplog: pytest.LogCaptureF
         assert caplog.text == ""
 
 
-async def test_an_orchestrator_refuses_before_it_listens() -> None:
+async def test_an_unguarded_orchestrator_is_refused_before_it_listens() -> None:
     config = parse(OrchestratorConfig, "o", ["--host", "0.0.0.0", "--index-url", "redis://127.0.0.1:1"], {})
     with pytest.raises(ConfigError, match="without --keys FILE or --tls-client-ca FILE"):
         async with assembled(config, asyncio.Event()):
             pass
 
 
-async def test_a_worker_ends_before_it_listens(tmp_path: Path) -> None:
+async def test_an_unguarded_worker_ends_before_it_listens(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "target_worker", "--simulate", str(write_profile(tmp_path)), "--host", "0.0.0.0"]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     _, told = await process.communicate()
@@ -98,7 +98,7 @@ async def test_a_worker_ends_before_it_listens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cluster.yaml", "two-machines.yaml", "kubernetes/bough.yaml"])
-def test_what_is_deployed_beyond_one_machine_has_keys(name: str) -> None:
+def test_deployments_beyond_one_machine_have_keys(name: str) -> None:
     """Of applications in the configuration, of workers by the variable that its first lines ask for."""
     text = (DEPLOY / name).read_text()
     assert "BOUGH_WORKER_KEY_FILE" in text

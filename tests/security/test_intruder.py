@@ -19,7 +19,7 @@ MANY, MANY_CERTIFICATES = 1500, 30
 
 
 @pytest.mark.slow
-async def test_nobody_gets_in_who_may_not(tmp_path: Path) -> None:
+async def test_intruders_without_credentials_are_refused(tmp_path: Path) -> None:
     """With no key, a wrong one, or another tenant's."""
     tally = Tally()
     async with AsyncExitStack() as stack:
@@ -52,7 +52,7 @@ async def intrude(stage: Stage, tally: Tally, folder: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_nobody_gets_in_without_a_certificate_that_fits(tmp_path: Path) -> None:
+async def test_intruders_without_a_valid_certificate_are_refused(tmp_path: Path) -> None:
     """All have the right key or secret, and speak no TLS, or have a wrong certificate or none."""
     tally = Tally()
     async with secured(tmp_path) as bough:
@@ -63,7 +63,7 @@ async def test_nobody_gets_in_without_a_certificate_that_fits(tmp_path: Path) ->
     assert tally.is_safe
 
 
-async def test_where_there_are_no_keys_it_gets_in(orchestrator: Orchestrator) -> None:
+async def test_without_keys_the_intruder_gets_in(orchestrator: Orchestrator) -> None:
     """A test that could not fail would say nothing."""
     tally = Tally()
     await strangers.at_grpc(tally, {"orchestrator": orchestrator.address}, new_secrets())

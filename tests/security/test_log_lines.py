@@ -45,7 +45,7 @@ def logged(message: str, *args: object, exc_info: bool = False) -> str:
     return line
 
 
-def test_a_message_is_one_line_whatever_is_in_it() -> None:
+def test_a_message_is_one_line() -> None:
     line = logged("session %s moves", FORGED)
     assert len(line.splitlines()) == 1
     assert line.isprintable()
@@ -61,7 +61,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_models_text_steers_no_terminal_and_is_whole_in_a_file() -> None:
+def test_a_models_text_has_no_control_characters_on_a_terminal_and_is_complete_in_a_file() -> None:
     """A model may be asked to say anything, and a worker may answer any tokens."""
     text = "añ 木 👩\u200d🚀 שלום\tx\n"
     assert shown(text, Terminal()) == text
@@ -70,7 +70,7 @@ def test_a_models_text_steers_no_terminal_and_is_whole_in_a_file() -> None:
     assert shown(FORGED, io.StringIO()) == FORGED
 
 
-def test_what_is_printed_is_as_many_lines_as_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_texts_have_as_many_lines_as_given(capsys: pytest.CaptureFixture[str]) -> None:
     say("first", "", FORGED, "x" * 1_000_000)
     first, second, third, fourth, end = capsys.readouterr().out.split("\n")
     assert (first, second, end) == ("first", "", "")
@@ -80,12 +80,12 @@ def test_what_is_printed_is_as_many_lines_as_are_given(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "error: it ended:\n    | last \\x1b[31mline\n"
 
 
-def test_a_message_has_an_end() -> None:
+def test_the_length_of_a_message_is_limited() -> None:
     assert len(logged("%s", "\0" * 1_000_000)) < 4 * MAX_LOG_CHARACTERS + 200
     assert "(1000000 characters)" in logged("%s", "x" * 1_000_000)
 
 
-def test_lines_of_a_trace_begin_as_no_line_of_a_log_does() -> None:
+def test_lines_of_a_traceback_differ_from_log_lines() -> None:
     try:
         raise ValueError(FORGED * 200 + "x" * 1_000_000)
     except ValueError:
@@ -96,7 +96,7 @@ def test_lines_of_a_trace_begin_as_no_line_of_a_log_does() -> None:
     assert max(map(len, lines)) < 8 * MAX_LOG_CHARACTERS
 
 
-async def test_the_name_of_a_session_adds_no_line(fakes: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_sessions_name_adds_no_line(fakes: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     """A session's move is logged by its name, and a name may be anything that is text."""
     name = FORGED.replace("\ud800", "")
     lost: list[str] = []
@@ -119,7 +119,7 @@ async def test_the_name_of_a_session_adds_no_line(fakes: Fleet, caplog: pytest.L
         assert len(re.findall("[\r\n\x1b\u2028]", TextFormatter().format(record))) == 0
 
 
-def test_whoever_comes_to_a_door_fills_no_disk() -> None:
+def test_no_client_can_fill_the_disk_with_log_lines() -> None:
     """A request that is none had a line each, or two, from whoever reached the port; so had a failed handshake."""
     now, told = [1000.0], list[str]()
     sparing = SparingFilter(("door",), lambda: now[0])
@@ -144,7 +144,7 @@ def test_whoever_comes_to_a_door_fills_no_disk() -> None:
     assert told == [f"no: x% ({1000 - MAX_LINES_A_MINUTE} such lines before were left out)", "no: x%", "no: x%"]
 
 
-async def test_lines_of_the_door_come_from_loggers_that_are_sparing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_lines_about_clients_are_rate_limited(caplog: pytest.LogCaptureFixture) -> None:
     async with http_serving("127.0.0.1", 0, PlainTextResponse("ok")) as port:
         for request in (b"no\n\n", b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -24,7 +24,7 @@ AT_SOCKETS = int(os.environ.get("BOUGH_FUZZ_MESSAGES", "400"))
 SEED = int(os.environ.get("BOUGH_FUZZ_SEED", "20"))
 
 
-def test_whatever_comes_is_read_or_refused_in_few_words() -> None:
+def test_any_bytes_are_read_or_refused_briefly() -> None:
     outcomes = in_process(IN_PROCESS, SEED)
     assert not outcomes.problems, outcomes.examples
     assert set(outcomes.counts) == {layer.name for layer in all_layers()}
@@ -32,7 +32,7 @@ def test_whatever_comes_is_read_or_refused_in_few_words() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_tls", [pytest.param(False, marks=pytest.mark.long), True], ids=["plain", "tls"])
-async def test_whatever_comes_over_sockets_is_answered_and_leaves_nothing_behind(tmp_path: Path, has_tls: bool) -> None:
+async def test_any_bytes_over_sockets_are_answered_and_leave_nothing(tmp_path: Path, has_tls: bool) -> None:
     outcomes = await at_sockets(tmp_path, AT_SOCKETS, SEED, has_tls=has_tls)
     assert not outcomes.problems, (outcomes.problems, outcomes.examples)
     assert set(outcomes.counts) == {"http", "grpc", "http2 frames", "other protocols", "target", "draft"}
@@ -41,7 +41,7 @@ async def test_whatever_comes_over_sockets_is_answered_and_leaves_nothing_behind
 
 
 @pytest.mark.parametrize("error", [RuntimeError("x"), RecursionError(), UnicodeDecodeError("utf-8", b"", 0, 1, "x")])
-def test_an_error_that_is_none_of_ours_is_found(error: Exception) -> None:
+def test_an_unexpected_error_is_detected(error: Exception) -> None:
     def fail(data: bytes) -> object:
         raise error
 
@@ -67,9 +67,7 @@ def test_every_method_of_all_services_is_called() -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-async def test_a_port_must_end_the_connection_of_whoever_speaks_another_protocol(
-    ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_port_must_close_connections_of_other_protocols(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(other_protocols, "ANSWER_SECONDS", 30.0 if ends else 0.2)
     has_ended = asyncio.Event()
 
@@ -86,7 +84,7 @@ async def test_a_port_must_end_the_connection_of_whoever_speaks_another_protocol
     assert outcomes.counts == {other_protocols.LAYER: 1}
 
 
-async def test_answers_of_a_pipeline_are_told_apart_however_they_arrive() -> None:
+async def test_pipelined_answers_are_separated_however_they_arrive() -> None:
     connection = HttpConnection()
     chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
     waiting = asyncio.create_task(connection.answer(60))
@@ -103,7 +101,7 @@ async def test_answers_of_a_pipeline_are_told_apart_however_they_arrive() -> Non
 @pytest.mark.parametrize(
     ("error", "status"), [(None, "closed"), (ConnectionResetError(), "400, cut by a reset")], ids=["end", "reset"]
 )
-async def test_a_status_whose_answer_a_reset_cut_is_a_status(error: Exception | None, status: str) -> None:
+async def test_a_status_before_a_reset_counts(error: Exception | None, status: str) -> None:
     """A message that a pipeline's next one, which is none, cost the rest of its answer was told as unanswered."""
     ours, theirs = socket.socketpair()
     with ours, theirs:

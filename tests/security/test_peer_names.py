@@ -25,7 +25,7 @@ class Gone:
 
 
 @pytest.mark.parametrize(("name", "is_done"), [("process", True), ("other", False)])
-async def test_a_call_that_cannot_be_refused_is_not_done_either(name: str, is_done: bool) -> None:
+async def test_a_call_that_cannot_be_refused_is_not_executed(name: str, is_done: bool) -> None:
     """What an interceptor returned from after an abort that came to nothing was the call itself."""
     done: list[Any] = []
 

@@ -18,7 +18,7 @@ GUIDE = Path("docs/security.md")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-def test_certificates_of_the_guide_are_taken_by_processes(tmp_path: Path) -> None:
+def test_processes_accept_the_guides_certificates(tmp_path: Path) -> None:
     (commands,) = re.findall(r"```\n(openssl req -x509.*?)```", GUIDE.read_text(), re.DOTALL)
     subprocess.run(["bash", "-euc", commands], cwd=tmp_path, check=True, capture_output=True)
     cert, key, authority = (str(tmp_path / name) for name in ("tls.pem", "tls.key", "ca.pem"))
@@ -30,7 +30,7 @@ def test_certificates_of_the_guide_are_taken_by_processes(tmp_path: Path) -> Non
         assert access.worker_credentials is not None
 
 
-def test_settings_of_the_guide_are_settings() -> None:
+def test_settings_in_the_guide_exist() -> None:
     named = set(re.findall(r"`?(--tls-[a-z-]+)", GUIDE.read_text()))
     known = {
         "--" + name.replace("_", "-") for name in OrchestratorConfig.__dataclass_fields__ if name.startswith("tls")

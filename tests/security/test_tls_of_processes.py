@@ -88,7 +88,7 @@ async def answered(client: Client, options: GenerateOptions) -> tuple[int, list[
     ]
 
 
-async def test_tokens_are_those_of_plain_text_and_of_plain_decoding(bough: Bough) -> None:
+async def test_tokens_over_tls_equal_those_without_and_plain_decoding(bough: Bough) -> None:
     async with bough.cluster.client() as client:
         begin, tokens = await answered(client, OPTIONS)
         _, plain = await answered(client, replace(OPTIONS, speculation=Speculation(disabled=True)))
@@ -98,7 +98,7 @@ async def test_tokens_are_those_of_plain_text_and_of_plain_decoding(bough: Bough
 
 
 @pytest.mark.parametrize("kind", ["target", "draft"])
-async def test_a_worker_refuses_whoever_has_no_fitting_certificate(bough: Bough, kind: str, tmp_path: Path) -> None:
+async def test_a_worker_refuses_callers_without_a_valid_certificate(bough: Bough, kind: str, tmp_path: Path) -> None:
     """Over plain text, without a certificate, of another authority: no call gets through, health neither."""
     address = await bough.address(kind)
     strange = STRANGER.files(tmp_path)
@@ -115,9 +115,7 @@ async def test_a_worker_refuses_whoever_has_no_fitting_certificate(bough: Bough,
 
 
 @pytest.mark.parametrize("kind", ["target", "draft"])
-async def test_a_worker_answers_only_certificates_of_the_names_that_are_allowed(
-    bough: Bough, kind: str, tmp_path: Path
-) -> None:
+async def test_a_worker_only_answers_certificates_with_allowed_names(bough: Bough, kind: str, tmp_path: Path) -> None:
     """By the common name or an alternative one; another one of the authority hears of health, and nothing else."""
     address = await bough.address(kind)
     client_of = TargetClient if kind == "target" else DraftClient
@@ -141,13 +139,13 @@ async def test_a_worker_answers_only_certificates_of_the_names_that_are_allowed(
         assert await status_of(address, f"bough.v1.{kind.title()}", files) == "SERVING"
 
 
-async def test_an_orchestrator_without_a_certificate_gets_nothing(bough: Bough) -> None:
+async def test_an_orchestrator_without_a_certificate_is_refused(bough: Bough) -> None:
     address = await bough.address("target")
     with pytest.raises(Unavailable, match="if it requires a certificate"):
         await TargetClient(address, "o").info()
 
 
-async def test_certificates_of_all_processes_change_under_a_running_stream(bough: Bough) -> None:
+async def test_certificates_of_all_processes_can_be_replaced_during_a_stream(bough: Bough) -> None:
     """What runs goes on, connections that begin have the new ones, and tokens are the same before and after."""
     options = replace(OPTIONS, max_tokens=500)
     async with bough.cluster.client() as client:
@@ -176,7 +174,7 @@ async def served_everywhere(bough: Bough, pair: Pair) -> None:
                 await asyncio.sleep(0.1)
 
 
-async def test_no_secret_is_in_a_log_a_command_line_or_what_doctor_prints(bough: Bough) -> None:
+async def test_no_secret_is_in_logs_command_lines_or_doctors_output(bough: Bough) -> None:
     command = [sys.executable, "-m", "bough.cli.main", "doctor", "--address", f"grpcs://{bough.cluster.address}"]
     api_key = f"sk-{secrets.token_hex(16)}"
     environ = os.environ | {"BOUGH_TLS_CA": bough.files.authority, "BOUGH_API_KEY": api_key}

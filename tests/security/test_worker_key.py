@@ -38,13 +38,13 @@ def secret_file(folder: Path, *secrets: str, name: str = "worker.key") -> Path:
 
 
 @pytest.mark.parametrize("text", ["", "\n", "short", f"{SECRET}\nshort", "a b" * 20, "é" * 40])
-def test_a_secret_that_is_none_is_refused_and_not_told(tmp_path: Path, text: str) -> None:
+def test_an_invalid_secret_is_refused_without_revealing_it(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"--worker-key-file: .*must") as refused:
         WorkerKey(str(secret_file(tmp_path, text)))
     assert SECRET not in str(refused.value)
 
 
-def test_secrets_are_changed_one_by_one(tmp_path: Path) -> None:
+def test_secrets_can_be_changed_one_process_at_a_time(tmp_path: Path) -> None:
     """Each process accepts all lines and shows the first: new at the end, then new first, then new alone."""
     key = WorkerKey(str(file := secret_file(tmp_path, SECRET)))
     shown = [value for _, value in key.credentials]
@@ -89,7 +89,7 @@ async def target_with(folder: Path, cluster: Cluster, key: Path) -> AsyncIterato
 
 
 @pytest.mark.pipeline
-async def test_a_target_answers_its_own_orchestrator_and_nobody_else(tmp_path: Path) -> None:
+async def test_a_target_only_answers_its_own_orchestrator(tmp_path: Path) -> None:
     key = secret_file(tmp_path, SECRET)
     nothing = Settings(parse(TargetConfig, "t", ["--model", "x"], {}), None, parse(OrchestratorConfig, "o", [], {}))
     cluster = Cluster(nothing, tmp_path)

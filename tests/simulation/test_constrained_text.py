@@ -78,7 +78,7 @@ def texts_by(pair: SimulatedPair, constraint: Constraint) -> list[str]:
 
 
 @pytest.mark.parametrize("schema", long_but([PERSON, {}], SCHEMAS))
-def test_text_by_a_schema_is_valid_json_that_ends(pair: SimulatedPair, schema: dict[str, Any]) -> None:
+def test_text_with_a_schema_is_valid_json_that_ends(pair: SimulatedPair, schema: dict[str, Any]) -> None:
     texts = texts_by(pair, Constraint(json_schema=json.dumps(schema)))
     for text in texts:
         jsonschema.validate(json.loads(text), schema)
@@ -86,7 +86,7 @@ def test_text_by_a_schema_is_valid_json_that_ends(pair: SimulatedPair, schema: d
     assert len(set(texts)) > 3
 
 
-def test_text_by_an_expression_a_choice_and_a_grammar(pair: SimulatedPair) -> None:
+def test_text_follows_an_expression_choices_and_a_grammar(pair: SimulatedPair) -> None:
     assert all(re.fullmatch(r"[A-Z]{2}-\d+x", text) for text in texts_by(pair, Constraint(regex=r"[A-Z]{2}-\d+x")))
     assert set(texts_by(pair, Constraint(choices=("yes", "no", "perhaps")))) == {"yes", "no", "perhaps"}
     lark = 'start: "(" start ")" | "x"+'
@@ -106,7 +106,7 @@ def test_if_everything_is_allowed_the_text_is_the_text_models(pair: SimulatedPai
         assert output == text_of(pair, seed, len(PROMPT), len(output))
 
 
-def test_the_text_does_not_depend_on_where_it_is_continued(pair: SimulatedPair) -> None:
+def test_text_does_not_depend_on_where_it_is_continued(pair: SimulatedPair) -> None:
     """Each round stands on what the rounds before it have committed."""
     grammar = grammar_of(Constraint(json_schema=json.dumps(PERSON)))
     output, params = tokens_by(pair, grammar, 3), SamplingParams(temperature=0.8, seed=3, grammar=grammar)
@@ -116,7 +116,7 @@ def test_the_text_does_not_depend_on_where_it_is_continued(pair: SimulatedPair) 
         assert text[0] == output[end]
 
 
-def test_a_draft_guesses_right_as_often_under_a_grammar(pair: SimulatedPair, tmp_path: Path) -> None:
+def test_a_draft_guesses_equally_well_with_a_grammar(pair: SimulatedPair, tmp_path: Path) -> None:
     grammar = grammar_of(Constraint(json_schema=json.dumps({"type": "array", "items": PERSON, "minItems": 2})))
     rights = {name: _share_of_first_guesses(pair, name) for name in (grammar, "")}
     assert rights[grammar] == pytest.approx(rights[""], abs=0.1)

@@ -69,14 +69,14 @@ def test_a_sweep_takes_the_longer_of_link_and_products(pair: SimulatedPair) -> N
     assert row_bound == Timings(6_200_000, 0, 0, 6_200_000, 4_000_000, 400_000_000, 1, 4_000_000)
 
 
-def test_what_happens_in_mid_run_lengthens_sweeps_and_not_what_the_link_could_do(tmp_path: Path) -> None:
+def test_events_lengthen_sweeps_without_changing_the_links_best_time(tmp_path: Path) -> None:
     slower = pair_of(tmp_path, events=[{"at_second": 0.3, "link": 3}])
     figures = swept_by(slower, TurnedClock(), [chain(1), chain(2)])
     assert [own.total_ns for own in figures] == [4_000_000, 12_000_000]
     assert [own.link_ideal_ns for own in figures] == [4_000_000, 4_000_000]
 
 
-def test_what_sweeps_take_is_told_before_the_first(pair: SimulatedPair) -> None:
+def test_sweep_times_are_reported_before_the_first_sweep(pair: SimulatedPair) -> None:
     """In real seconds: a hundredth of the profile's, and the longer of the link's 4 ms and the products'."""
     engine = SweepEngine(
         SimulatedSweeper(pair, TurnedClock(), grammars_of(pair)),
@@ -93,7 +93,7 @@ def test_what_sweeps_take_is_told_before_the_first(pair: SimulatedPair) -> None:
         engine.stop()
 
 
-def test_jitter_repeats_itself_with_the_profile(tmp_path: Path) -> None:
+def test_jitter_is_repeatable(tmp_path: Path) -> None:
     target = {"link_seconds": 0.4, "compute_row_seconds": 0.01, "jitter": 0.2}
     first, second = (
         [own.total_ns for own in swept_by(pair_of(tmp_path, target=target), TurnedClock(), [chain(1)] * 5)]
@@ -103,7 +103,7 @@ def test_jitter_repeats_itself_with_the_profile(tmp_path: Path) -> None:
     assert len(set(first)) == 5
 
 
-def test_slots_without_keys_are_leased_and_forked_as_those_with(pair: SimulatedPair) -> None:
+def test_slots_without_keys_are_leased_and_forked_like_real_ones(pair: SimulatedPair) -> None:
     pool = SlotPool(Arena(2 * LIMITS.slot_rows, 1), 60.0, lambda: 0.0)
     engine = SweepEngine(SimulatedSweeper(pair, TurnedClock(), grammars_of(pair)), pool, LIMITS, 10)
     engine.start()
@@ -137,7 +137,7 @@ def test_a_step_serves_all_sessions_and_takes_the_seconds_of_all_rows(pair: Simu
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0, seed=5), SEEDED])
-def test_a_draft_guesses_as_often_right_as_its_law_says(pair: SimulatedPair, sampling: SamplingParams) -> None:
+def test_a_drafts_guesses_are_right_as_often_as_the_profile_says(pair: SimulatedPair, sampling: SamplingParams) -> None:
     """Over 500 texts the first guess below a root is right in 0.6 of them: 5 standard deviations are 0.11."""
     seed = 0 if sampling.is_greedy else 11
     num_right, claims = 0, []
@@ -151,7 +151,7 @@ def test_a_draft_guesses_as_often_right_as_its_law_says(pair: SimulatedPair, sam
     assert np.std(claims) > 0.1, "positions differ"
 
 
-def test_a_tree_goes_on_below_what_is_right_and_below_what_is_wrong_alike(pair: SimulatedPair) -> None:
+def test_a_tree_grows_below_right_and_wrong_nodes(pair: SimulatedPair) -> None:
     """A wrong path has guesses too, none of which is the text's: a verdict ends above it all the same."""
     call = grow_call([*range(300, 340)], plan=best_first(depth=5, budget=40, width=8), sampling=SEEDED)
     tree = grown(pair, TurnedClock(), [call])[0].tree

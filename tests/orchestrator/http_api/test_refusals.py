@@ -123,7 +123,7 @@ FUZZ = settings(max_examples=120, derandomize=True)
         ("request_id", "x" * 129),
     ],
 )
-async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str, value: Any) -> None:
+async def test_an_invalid_field_is_named(door: HttpStack, field: str, value: Any) -> None:
     name = field.partition(".")[0].partition("[")[0]
     for stream in (False, True):
         body = {"messages": [USER], "stream": stream} | SHORT | {name: value}
@@ -146,7 +146,7 @@ async def test_an_unknown_field_that_is_ignored_is_logged_once(
     assert len(caplog.records[-1].getMessage()) < 200
 
 
-async def test_a_form_is_demanded_once(door: HttpStack) -> None:
+async def test_an_output_format_is_requested_once(door: HttpStack) -> None:
     """By whichever server's name; the second of two is refused."""
     json_object = {"type": "json_object"}
     for field, more in (
@@ -159,7 +159,7 @@ async def test_a_form_is_demanded_once(door: HttpStack) -> None:
         assert "be left out with" in error["message"]
 
 
-async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
+async def test_null_counts_as_left_out(door: HttpStack) -> None:
     """Of fields that bough does not know, too: nobody misspells what he does not ask for."""
     message = dict.fromkeys([*MessageFields.model_fields, "tool_call_id"]) | USER
     body = dict.fromkeys([*ChatFields.model_fields, "guided_json"]) | {"messages": [message], "max_tokens": 3}
@@ -225,7 +225,7 @@ async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
         ("messages", [USER | {"content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}]),
     ],
 )
-async def test_what_says_nothing_new_is_accepted(door: HttpStack, field: str, value: Any) -> None:
+async def test_default_values_are_accepted(door: HttpStack, field: str, value: Any) -> None:
     assert (await door.answer(CHAT, {"messages": [USER]} | SHORT | {field: value}))["choices"]
 
 
@@ -249,7 +249,7 @@ async def test_what_says_nothing_new_is_accepted(door: HttpStack, field: str, va
         ("session_id", "several"),
     ],
 )
-async def test_a_field_of_completions_is_named_too(door: HttpStack, field: str, value: Any) -> None:
+async def test_an_invalid_field_of_completions_is_named(door: HttpStack, field: str, value: Any) -> None:
     name = field.partition("[")[0]
     several = {"prompt": ["x", "y"]} if name in ("n", "session_id") else {"prompt": "x y"}
     body = several | SHORT | {name: value} | ({"logprobs": 1} if name == "echo" else {})
@@ -271,7 +271,7 @@ async def test_a_field_of_completions_is_named_too(door: HttpStack, field: str, 
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_of_several_prompts_the_one_that_cannot_be_used_is_named(
+async def test_the_invalid_one_of_several_prompts_is_named(
     door: HttpStack, prompt: Any, echo: bool, field: str, stream: bool
 ) -> None:
     response = await door.post(COMPLETIONS, {"prompt": prompt, "echo": echo, "n": 2, "stream": stream} | SHORT)
@@ -281,7 +281,7 @@ async def test_of_several_prompts_the_one_that_cannot_be_used_is_named(
         assert error_of(response)["message"].startswith(f"{field}: ")
 
 
-async def test_null_in_place_of_a_text_is_named_as_null(door: HttpStack) -> None:
+async def test_null_instead_of_a_text_is_named_as_null(door: HttpStack) -> None:
     """Not as missing, which would not help. With a refusal, null content is how OpenAI answers."""
     said: Json = {"role": "assistant", "content": None}
     for message in (said, said | {"refusal": None}, {"role": "user", "content": None, "refusal": "No."}):
@@ -294,13 +294,13 @@ async def test_null_in_place_of_a_text_is_named_as_null(door: HttpStack) -> None
     assert tokens[0] == tokens[1]
 
 
-async def test_a_form_has_no_least_length(door: HttpStack) -> None:
+async def test_a_regular_expression_may_be_short(door: HttpStack) -> None:
     body: Json = {"prompt": "x", "max_tokens": 4, "min_tokens": 2, "response_format": {"type": "json_object"}}
     status, error = await door.refusal(COMPLETIONS, body)
     assert (status, error["param"]) == (400, "min_tokens")
 
 
-async def test_a_byte_order_mark_before_json_is_passed_over(door: HttpStack) -> None:
+async def test_a_byte_order_mark_before_json_is_skipped(door: HttpStack) -> None:
     body = codecs.BOM_UTF8 + json.dumps({"prompt": "x"} | SHORT).encode()
     response = await door.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 200, response.text
@@ -319,9 +319,7 @@ async def test_a_byte_order_mark_before_json_is_passed_over(door: HttpStack) -> 
         ({"prompt": "x", "chat_template_kwargs": {"a": 1}}, False),
     ],
 )
-async def test_prompts_are_tokenized_as_they_are_read_and_no_otherwise(
-    door: HttpStack, body: Json, is_accepted: bool
-) -> None:
+async def test_prompts_are_tokenized_only_as_they_are_read(door: HttpStack, body: Json, is_accepted: bool) -> None:
     response = await door.post("/tokenize", body)
     assert response.status_code == (200 if is_accepted else 400), response.text
     if not is_accepted:
@@ -329,7 +327,7 @@ async def test_prompts_are_tokenized_as_they_are_read_and_no_otherwise(
 
 
 @pytest.mark.parametrize(("path", "prefix"), [(CHAT, "chatcmpl-"), (COMPLETIONS, "cmpl-")])
-async def test_a_request_s_own_id_is_its_answer_s(door: HttpStack, path: str, prefix: str) -> None:
+async def test_a_requests_own_id_is_its_answers(door: HttpStack, path: str, prefix: str) -> None:
     prompt: Json = {"messages": [USER]} if path == CHAT else {"prompt": "x"}
     for _ in range(2):  # once it has ended, another may have it
         assert (await door.answer(path, prompt | SHORT | {"request_id": "mine"}))["id"] == f"{prefix}mine"
@@ -352,9 +350,7 @@ async def test_a_request_s_own_id_is_its_answer_s(door: HttpStack, path: str, pr
         (b"[" * 9999, "body: must be a JSON object, got "),
     ],
 )
-async def test_a_body_that_is_no_json_object_is_refused_with_what_it_is(
-    door: HttpStack, body: bytes, message: str
-) -> None:
+async def test_a_body_other_than_a_json_object_is_refused(door: HttpStack, body: bytes, message: str) -> None:
     response = await door.client.post(CHAT, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert error_of(response)["message"].startswith(message)
@@ -364,7 +360,7 @@ async def test_a_body_that_is_no_json_object_is_refused_with_what_it_is(
     ("num_bytes", "refusal"),
     [(MAX_BODY_BYTES, (413, "body_too_large")), (SMALL_BYTES, (400, "context_length_exceeded"))],
 )
-async def test_a_body_over_the_limit_is_refused_announced_or_not(
+async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(
     door: HttpStack, num_bytes: int, refusal: tuple[int, str]
 ) -> None:
     """Of what may be sent at all, and of what can fit a context."""
@@ -380,13 +376,13 @@ async def test_a_body_over_the_limit_is_refused_announced_or_not(
     assert (await door.answer(COMPLETIONS, {"prompt": "x"} | SHORT))["choices"]
 
 
-async def test_a_body_that_is_not_announced_as_json_is_refused(door: HttpStack) -> None:
+async def test_a_body_without_a_json_content_type_is_refused(door: HttpStack) -> None:
     """A browser sends it for a page of any site, and asks nobody first."""
     response = await door.client.post(CHAT, content=json.dumps({"messages": [USER]} | SHORT))
     assert (response.status_code, error_of(response)["param"]) == (415, "content-type")
 
 
-async def test_a_compressed_body_is_refused_as_such(door: HttpStack) -> None:
+async def test_a_compressed_body_is_refused(door: HttpStack) -> None:
     """The error names the encoding, and not invalid JSON."""
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     body = gzip.compress(json.dumps({"messages": [USER]} | SHORT).encode())
@@ -394,7 +390,7 @@ async def test_a_compressed_body_is_refused_as_such(door: HttpStack) -> None:
     assert (response.status_code, error_of(response)["param"]) == (415, "content-encoding")
 
 
-async def test_paths_methods_and_models_that_are_not_there(door: HttpStack) -> None:
+async def test_unknown_paths_methods_and_models_are_refused(door: HttpStack) -> None:
     for path in ("/v1/embeddings", "/v1/chat/completions/", "/v1/chat/completions/x"):
         response = await door.client.post(path, json={})
         assert (response.status_code, error_of(response)["type"]) == (404, "invalid_request_error")
@@ -426,7 +422,7 @@ async def test_paths_methods_and_models_that_are_not_there(door: HttpStack) -> N
         ("/v1/embeddings", ""),
     ],
 )
-async def test_an_unknown_path_is_answered_with_the_nearest_one(door: HttpStack, path: str, nearest: str) -> None:
+async def test_an_unknown_path_is_answered_with_the_most_similar_one(door: HttpStack, path: str, nearest: str) -> None:
     error = error_of(await door.client.post(path, json={}))
     expected = f"the nearest path is {nearest}" if nearest else "the paths are /v1/chat/completions, "
     assert error["message"].startswith(f"POST {path}: not found; {expected}")
@@ -440,7 +436,7 @@ async def test_a_session_has_one_name(door: HttpStack) -> None:
     assert (response.status_code, error_of(response)["param"]) == (400, "session_id")
 
 
-async def test_a_limit_is_named_as_the_client_named_it(door: HttpStack) -> None:
+async def test_a_limit_is_named_by_the_clients_field(door: HttpStack) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         for value in (-1, 0, 2**40):
             status, error = await door.refusal(CHAT, {"messages": [USER], name: value})
@@ -450,7 +446,7 @@ async def test_a_limit_is_named_as_the_client_named_it(door: HttpStack) -> None:
             assert error["message"].startswith("max_tokens: must be 1 ")
 
 
-def test_every_field_that_openais_package_sends_is_known() -> None:
+def test_every_field_of_openais_package_is_known() -> None:
     """Some were added there, change nothing, and were refused as if they were misspelt."""
     kinds: dict[str, type[Fields]] = {
         "chat.completion_create_params": ChatFields,
@@ -509,9 +505,7 @@ async def check_answered(door: HttpStack, path: str, content: bytes) -> int:
 
 @FUZZ
 @given(path=st.sampled_from([CHAT, COMPLETIONS, "/tokenize", "/detokenize"]), changes=FIELDS)
-async def test_whatever_its_fields_hold_a_body_is_answered_or_refused(
-    door: HttpStack, path: str, changes: dict[str, Any]
-) -> None:
+async def test_any_body_is_answered_or_refused(door: HttpStack, path: str, changes: dict[str, Any]) -> None:
     whole: dict[str, Json] = {
         CHAT: {"messages": [USER], "max_tokens": 2},
         COMPLETIONS: {"prompt": "x", "max_tokens": 2},
@@ -526,5 +520,5 @@ async def test_whatever_its_fields_hold_a_body_is_answered_or_refused(
 
 @FUZZ
 @given(path=st.sampled_from([CHAT, COMPLETIONS, "/tokenize", "/detokenize"]), content=st.binary(max_size=60))
-async def test_whatever_its_bytes_a_body_is_refused(door: HttpStack, path: str, content: bytes) -> None:
+async def test_any_bytes_are_answered_or_refused(door: HttpStack, path: str, content: bytes) -> None:
     assert await check_answered(door, path, content) != 200

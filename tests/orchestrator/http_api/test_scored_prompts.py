@@ -103,7 +103,7 @@ class TenantOfOne:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_a_prompt_is_scored_once_for_all_of_its_choices(max_tokens: int) -> None:
+async def test_a_prompt_is_scored_once_for_all_choices(max_tokens: int) -> None:
     fields = parse(CompletionFields, json.dumps({"prompt": "x", "n": 3, "echo": True, "logprobs": 64}).encode())
     limits = completion_limits(fields.model_copy(update={"max_tokens": max_tokens}))
     wanted = choices(fields, (TextPrompt("x"),), limits, "id", "")
@@ -225,7 +225,7 @@ class Source:
             self.is_closed = True
 
 
-async def test_every_stream_comes_whole_and_in_order() -> None:
+async def test_every_stream_is_complete_and_in_order() -> None:
     sources = [Source(3), Source(0), Source(5)]
     seen = [one async for one in merged([source.events() for source in sources], FOR_EVER)]
     for number, source in enumerate(sources):
@@ -234,7 +234,7 @@ async def test_every_stream_comes_whole_and_in_order() -> None:
     assert [source.num_made for source in sources] == [3, 0, 5]
 
 
-async def test_nobody_is_read_further_ahead_than_an_event() -> None:
+async def test_no_stream_is_read_more_than_one_event_ahead() -> None:
     source = Source(100)
     events = merged([source.events()], FOR_EVER)
     for taken in range(1, 4):
@@ -255,7 +255,7 @@ async def test_silence_is_reported_and_loses_nothing() -> None:
     assert [one async for one in events if one is not None] == [Indexed(0, event(1))]
 
 
-async def test_the_first_error_ends_them_all() -> None:
+async def test_the_first_error_ends_all_streams() -> None:
     held, failing = Source(2, waits_at=1), Source(1, error=Unavailable("gone"))
     with pytest.raises(Unavailable, match="gone"):
         async for _ in merged([held.events(), failing.events()], FOR_EVER):

@@ -93,7 +93,7 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
     return head
 
 
-async def test_a_client_that_ends_its_sending_gets_its_answer(port: int, app: App) -> None:
+async def test_a_client_that_shuts_down_its_sending_side_gets_its_answer(port: int, app: App) -> None:
     """Scripts do so."""
     reader, writer = await connected(port, WHOLE.replace(b"quick", b"slow"))
     writer.write_eof()
@@ -107,7 +107,7 @@ async def test_a_client_that_ends_its_sending_gets_its_answer(port: int, app: Ap
     writer.close()
 
 
-async def test_a_client_that_ends_its_sending_gets_all_its_answers(port: int, app: App) -> None:
+async def test_a_client_that_shuts_down_its_sending_side_gets_all_answers(port: int, app: App) -> None:
     reader, writer = await connected(port, WHOLE.replace(b"quick", b"slow") + 2 * WHOLE)
     writer.write_eof()
     app.may_answer.set()
@@ -116,7 +116,7 @@ async def test_a_client_that_ends_its_sending_gets_all_its_answers(port: int, ap
     writer.close()
 
 
-async def test_a_client_that_closes_is_found_out_before_its_answer_begins(port: int, app: App) -> None:
+async def test_a_closed_client_is_noticed_before_its_answer_begins(port: int, app: App) -> None:
     """What it sends at its end looks as if it had only ended its sending."""
     _, writer = await connected(port, WHOLE.replace(b"quick", b"slow"))
     await until(lambda: app.num_waiting == 1)
@@ -133,7 +133,7 @@ async def test_half_a_body_is_not_waited_for(port: int) -> None:
     writer.close()
 
 
-async def test_a_request_whose_length_is_given_twice_is_the_last(port: int) -> None:
+async def test_a_request_with_two_lengths_closes_the_connection(port: int) -> None:
     """A proxy may believe the other length, and take the rest for the request of somebody else."""
     smuggled = b"POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
     reader, writer = await connected(port, smuggled + WHOLE)
@@ -148,20 +148,20 @@ HALF = b"GET /quick HTTP/1.1\r\nhost: x\r\nx: "
 
 
 @pytest.mark.parametrize(("sent", "trickle"), [(b"", b""), (b"G", b""), (HALF, b""), (HALF, b"x")])
-async def test_half_a_head_does_not_hold_a_connection(port: int, sent: bytes, trickle: bytes) -> None:
+async def test_half_a_head_does_not_occupy_a_connection(port: int, sent: bytes, trickle: bytes) -> None:
     """Its first byte once ended the patience with it."""
     assert await until_closed(*await connected(port, sent), trickle) == b""
 
 
 @pytest.mark.parametrize("sent", [WHOLE, b"POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n"])
-async def test_bytes_that_trickle_in_after_an_answer_do_not_hold_a_connection(port: int, sent: bytes) -> None:
+async def test_bytes_trickling_in_after_an_answer_do_not_occupy_a_connection(port: int, sent: bytes) -> None:
     """Whether they are half a head or a body that nobody waits for."""
     reader, writer = await connected(port, sent)
     assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
     assert await until_closed(reader, writer, b"x") == b""
 
 
-async def test_a_request_that_is_being_answered_may_take_its_time(port: int, app: App) -> None:
+async def test_an_answer_may_take_long(port: int, app: App) -> None:
     reader, writer = await connected(port)
     for byte in WHOLE.replace(b"quick", b"slow"):  # a head in pieces is one all the same
         writer.write(bytes([byte]))
@@ -192,7 +192,7 @@ async def test_a_connection_that_is_reset_is_forgotten(app: App, monkeypatch: py
                 await asyncio.sleep(0.01)
 
 
-async def test_of_too_many_connections_the_longest_idle_one_gives_way(
+async def test_of_too_many_connections_the_longest_idle_one_is_closed(
     port: int, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "IDLE_SECONDS", 300)
@@ -213,7 +213,9 @@ async def test_of_too_many_connections_the_longest_idle_one_gives_way(
             writer.close()
 
 
-async def test_one_connection_too_many_is_refused_where_all_are_busy(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_beyond_the_limit_is_refused_if_all_are_busy(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "most_connections", lambda: 2)
     async with http_serving("127.0.0.1", 0, app) as port:
         busy = [await connected(port, WHOLE.replace(b"quick", b"slow")) for _ in range(2)]
@@ -269,7 +271,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Protocol]:
     [LONG, PIECES, LONG + WHOLE, LONG + closing(WHOLE), closing(LONG), LONG + b"no\n\n"],
     ids=["one", "a stream", "another after it", "the last of the connection", "the only one", "none"],
 )
-async def test_answers_that_nobody_reads_hold_no_connection(
+async def test_unread_answers_occupy_no_connection(
     lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     """A request after one whose answer was not read held its connection for ever, and all of them anybody's."""
@@ -278,7 +280,7 @@ async def test_answers_that_nobody_reads_hold_no_connection(
         await until(lambda: lost)
 
 
-async def test_who_reads_no_answers_gives_way(
+async def test_a_client_that_reads_no_answers_is_closed(
     lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it counts as busy, and new connections are refused."""
@@ -291,7 +293,7 @@ async def test_who_reads_no_answers_gives_way(
         writer.close()
 
 
-async def test_a_stream_may_stand_for_as_long_as_is_set(
+async def test_a_stream_may_stall_as_long_as_configured(
     lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer that is being written has a limit of its own, which may be longer than that of idleness."""
@@ -306,14 +308,14 @@ async def test_a_stream_may_stand_for_as_long_as_is_set(
         writer.close()
 
 
-def test_connections_leave_half_of_the_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_leave_half_of_the_descriptors_free(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((1024, 512), (10**6, connections.MAX_CONNECTIONS), (-1, connections.MAX_CONNECTIONS)):
         monkeypatch.setattr(connections.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert server.most_connections() == most
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/quick"), ("POST", "/slow"), ("HEAD", "/slow")])
-async def test_a_body_that_breaks_off_amid_its_request_is_refused_once(
+async def test_a_body_that_breaks_off_during_its_request_is_refused_once(
     port: int, app: App, method: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n"

@@ -64,7 +64,7 @@ async def until_running(door: HttpStack, num: int) -> None:
     await until(lambda: door.stack.requests.loads().num_requests_running == num)
 
 
-async def test_a_reader_that_leaves_in_the_middle_frees_its_place(door: HttpStack) -> None:
+async def test_a_reader_that_leaves_mid_stream_frees_its_place(door: HttpStack) -> None:
     async with door.client.stream("POST", PATH, json=ENDLESS | {"stream": True}) as response:
         async for line in response.aiter_lines():
             if '"content":" ' in line:
@@ -72,7 +72,7 @@ async def test_a_reader_that_leaves_in_the_middle_frees_its_place(door: HttpStac
     await until_running(door, 0)
 
 
-async def test_a_new_request_waits_for_a_target_that_is_away(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_request_waits_for_a_missing_target(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stream sends keep-alives meanwhile. Without a target in time the request is refused with a retry delay."""
     monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
     requests = door.stack.requests
@@ -93,7 +93,7 @@ async def test_a_new_request_waits_for_a_target_that_is_away(door: HttpStack, mo
     assert not any("error" in line for line in rest)
 
 
-async def test_chunks_are_sent_without_waiting_for_an_acknowledgement(door: HttpStack) -> None:
+async def test_chunks_are_sent_without_waiting_for_acknowledgements(door: HttpStack) -> None:
     """Otherwise chunks that are written within 40 ms arrive 40 ms apart."""
     door.transports.clear()
     await door.post(PATH, BODY | {"max_tokens": 1})
@@ -101,7 +101,7 @@ async def test_chunks_are_sent_without_waiting_for_an_acknowledgement(door: Http
     assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-async def test_an_error_half_way_is_an_event_of_the_stream(door: HttpStack) -> None:
+async def test_an_error_in_a_stream_is_an_event(door: HttpStack) -> None:
     asked = ENDLESS | {"stream": True, "session_id": "closed half-way"}
     events = []
     async with door.client.stream("POST", PATH, json=asked) as response:
@@ -116,7 +116,7 @@ async def test_an_error_half_way_is_an_event_of_the_stream(door: HttpStack) -> N
     await until_running(door, 0)
 
 
-async def test_a_session_that_has_a_request_running_is_in_conflict_with_another(door: HttpStack) -> None:
+async def test_a_second_request_of_a_busy_session_is_a_conflict(door: HttpStack) -> None:
     """It is a conflict and no invalid request: the same request would be served a moment later."""
     asked = ENDLESS | {"session_id": "busy"}
     async with door.client.stream("POST", PATH, json=asked | {"stream": True}):
@@ -131,7 +131,7 @@ async def test_a_session_that_has_a_request_running_is_in_conflict_with_another(
     await until_running(door, 0)
 
 
-async def test_an_aborted_request_ends_as_such(door: HttpStack) -> None:
+async def test_an_aborted_request_is_reported_as_aborted(door: HttpStack) -> None:
     reasons = []
     async with door.client.stream("POST", PATH, json=ENDLESS | {"stream": True}) as response:
         async for line in response.aiter_lines():
@@ -143,9 +143,7 @@ async def test_an_aborted_request_ends_as_such(door: HttpStack) -> None:
     assert reasons[-1] == "abort"
 
 
-async def test_an_orchestrator_that_drains_says_so_to_everyone(
-    door: HttpStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_draining_orchestrator_reports_it_to_everyone(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
     admission = Admission(max_running=4, max_waiting=4)
     monkeypatch.setattr(door.stack.requests, "admission", admission)
     assert (await door.client.get("/health")).status_code == 200
@@ -155,7 +153,7 @@ async def test_an_orchestrator_that_drains_says_so_to_everyone(
         assert int(response.headers["retry-after"]) >= 1
 
 
-async def test_without_a_target_nothing_can_be_asked(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_target_requests_are_refused(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(*_: object) -> None:
         raise Unavailable("no target worker can be used")
 
@@ -164,7 +162,7 @@ async def test_without_a_target_nothing_can_be_asked(door: HttpStack, monkeypatc
     assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
 
 
-async def test_a_client_that_stops_reading_loses_its_connection_and_its_place(
+async def test_a_client_that_stops_reading_loses_its_connection_and_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
@@ -184,7 +182,7 @@ async def test_a_client_that_stops_reading_loses_its_connection_and_its_place(
             assert transport.get_write_buffer_size() == 0, "what it did not read is not kept for it"
 
 
-async def test_the_server_takes_no_signals_and_ends_with_its_block(door: HttpStack) -> None:
+async def test_the_server_ignores_signals_and_ends_with_its_block(door: HttpStack) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     app = http_app(Callers(door.stack.requests), CollectorRegistry())
     async with http_serving("127.0.0.1", 0, app) as port, httpx.AsyncClient() as client:
@@ -208,7 +206,7 @@ async def test_a_body_that_does_not_arrive_is_not_waited_for(door: HttpStack, mo
     await writer.wait_closed()
 
 
-async def test_bodies_have_one_memory_together(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_share_one_memory_limit(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "MAX_ALL_BYTES", 1000)
     may_go_on = asyncio.Event()
     content = json.dumps(BODY | {"max_tokens": 1, "user": "x" * 500}).encode()
@@ -238,7 +236,7 @@ def client_of(orchestrator: Orchestrator) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=orchestrator.requests.http_url, timeout=60)
 
 
-async def test_what_runs_finishes_while_nobody_new_reaches_it(stage: Stage) -> None:
+async def test_running_requests_finish_while_new_ones_are_refused(stage: Stage) -> None:
     stop = asyncio.Event()
     async with assembled(config_of(stage), stop) as orchestrator, client_of(orchestrator) as client:
         await until(lambda: orchestrator.is_ready)
@@ -259,7 +257,7 @@ async def test_what_runs_finishes_while_nobody_new_reaches_it(stage: Stage) -> N
         await serving
 
 
-async def test_what_does_not_finish_in_time_ends_with_an_error(stage: Stage) -> None:
+async def test_requests_that_do_not_finish_in_time_end_with_an_error(stage: Stage) -> None:
     stop = asyncio.Event()
     async with (
         assembled(config_of(stage, "--drain-seconds", "0.2"), stop) as orchestrator,
@@ -278,7 +276,7 @@ async def test_what_does_not_finish_in_time_ends_with_an_error(stage: Stage) -> 
         assert "cut off" in json.loads(error.removeprefix("data: "))["error"]["message"]
 
 
-async def test_a_client_that_hangs_up_ends_the_call_at_the_target(stage: Stage) -> None:
+async def test_a_client_that_disconnects_ends_the_call_at_the_target(stage: Stage) -> None:
     async with assembled(config_of(stage), asyncio.Event()) as orchestrator, client_of(orchestrator) as client:
         await until(lambda: orchestrator.is_ready)
         stage.target.may_answer.clear()
@@ -301,7 +299,7 @@ async def test_server_info_has_the_http_address_or_none(stage: Stage) -> None:
             assert bool(url) is is_open
 
 
-async def test_a_connection_accepted_while_the_server_leaves_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_accepted_during_shutdown_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """asyncio hands over a connection some steps after accepting it: such a one stayed open, and could ask on."""
     arrived, told = list[Callable[[], None]](), list[bool]()
     connection_made, on_tick = server._Protocol.connection_made, server._HttpServer.on_tick
@@ -331,7 +329,7 @@ async def test_a_connection_accepted_while_the_server_leaves_is_closed(monkeypat
         writer.close()
 
 
-async def test_a_handshake_in_progress_ends_no_server(
+async def test_a_handshake_in_progress_does_not_end_the_server(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is a connection like others to a server that leaves, and had no `transport`: what was answered was lost."""

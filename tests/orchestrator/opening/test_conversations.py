@@ -55,7 +55,7 @@ async def test_only_the_new_turn_is_sent_and_computed(fakes: Fleet, first: Promp
     assert after.token_ids == text.output(held[: after.started.prompt_tokens], 3, 20)
 
 
-async def test_a_chat_continued_is_the_chat_sent_whole(fakes: Fleet) -> None:
+async def test_a_continued_chat_equals_the_whole_chat(fakes: Fleet) -> None:
     """Turn after turn, whichever way, where the answers' texts are their tokens: the same prompt and answer."""
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
     fakes.tokenizer = replace(fakes.tokenizer, chat_template=template)
@@ -78,7 +78,7 @@ async def test_a_chat_continued_is_the_chat_sent_whole(fakes: Fleet) -> None:
     assert [turn.end.usage.cached_tokens for turn in (continued, whole)] == [cached, cached]
 
 
-async def test_bough_chat_sends_the_new_turn_or_where_it_must_the_history(
+async def test_bough_chat_sends_the_new_turn_or_the_whole_history_if_needed(
     fakes: Fleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, _ = await fakes.target("t1")
@@ -109,7 +109,7 @@ async def test_bough_chat_sends_the_new_turn_or_where_it_must_the_history(
         ({"resume": Resume(3), "request_id": "x"}, NotFound, "request_id: 'x' is not known any more"),
     ],
 )
-async def test_what_cannot_be_continued(
+async def test_invalid_continuations_are_refused(
     fakes: Fleet, changes: dict[str, object], error: type[Exception], message: str
 ) -> None:
     await fakes.target("t1")
@@ -121,7 +121,7 @@ async def test_what_cannot_be_continued(
         assert (await read(client, NEXT, TextPrompt("more"))).end.usage.cached_tokens > 0
 
 
-async def test_a_continued_request_that_is_asked_for_again_is_not_continued_twice(fakes: Fleet) -> None:
+async def test_a_repeated_continuation_is_not_applied_twice(fakes: Fleet) -> None:
     """The call's first answer was lost: its prompt is already in the session, and must not come twice."""
     await fakes.target("t1")
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
@@ -135,7 +135,7 @@ async def test_a_continued_request_that_is_asked_for_again_is_not_continued_twic
     assert more.started.prompt_tokens == again.started.prompt_tokens + 20 + 1
 
 
-async def test_a_turn_that_the_index_lacks_yet_is_not_lost(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_turn_not_yet_in_the_index_is_not_lost(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one once went on from the turn before it, without a word."""
     await fakes.target("t1")
     _, server = await fakes.orchestrator()
@@ -154,7 +154,7 @@ async def test_a_turn_that_the_index_lacks_yet_is_not_lost(fakes: Fleet, monkeyp
     assert fourth.started.prompt_tokens == third.started.prompt_tokens + 20 + 1
 
 
-async def test_a_name_that_is_used_twice_does_not_bring_back_the_first_answer(fakes: Fleet) -> None:
+async def test_a_reused_request_name_does_not_return_the_first_answer(fakes: Fleet) -> None:
     await fakes.target("t1")
     _, server = await fakes.orchestrator()
     options = replace(NEXT, request_id="always the same")
@@ -166,7 +166,7 @@ async def test_a_name_that_is_used_twice_does_not_bring_back_the_first_answer(fa
             await read(client, replace(options, resume=Resume(0)), TextPrompt("two"))
 
 
-async def test_a_prompt_that_is_all_held_leaves_its_last_token_to_be_read(fakes: Fleet) -> None:
+async def test_a_fully_cached_prompt_leaves_its_last_token_to_compute(fakes: Fleet) -> None:
     """The last token is the root of the next tree: taken to be held it made a round's context one token less than none,
     which no answer to GetDecisions could carry."""
     await fakes.target("t1")
@@ -179,7 +179,7 @@ async def test_a_prompt_that_is_all_held_leaves_its_last_token_to_be_read(fakes:
         assert read_first == [first.started.prompt_tokens - 1, 0]
 
 
-async def test_a_session_that_is_closed_is_forgotten_everywhere(fakes: Fleet) -> None:
+async def test_a_closed_session_is_forgotten_everywhere(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     _, server = await fakes.orchestrator()
     async with Client(server.address) as client:
@@ -194,7 +194,7 @@ async def test_a_session_that_is_closed_is_forgotten_everywhere(fakes: Fleet) ->
             await client.close_session("")
 
 
-async def test_sessions_end_by_themselves(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sessions_expire(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle for too long, or simply too old."""
     await fakes.target("t1")
     _, server = await fakes.orchestrator("--session-max-seconds", "3600")
@@ -214,7 +214,7 @@ async def test_sessions_end_by_themselves(fakes: Fleet, monkeypatch: pytest.Monk
             await read(client, NEXT)
 
 
-async def test_a_new_session_goes_to_the_target_that_holds_its_prefix(fakes: Fleet) -> None:
+async def test_a_new_session_goes_to_the_target_that_has_its_prefix(fakes: Fleet) -> None:
     """And a kept one to its own, though another is less busy."""
     targets = {name: (await fakes.target(name))[0] for name in ("t1", "t2", "t3")}
     _, server = await fakes.orchestrator(num_targets=3)
@@ -236,7 +236,7 @@ async def test_a_new_session_goes_to_the_target_that_holds_its_prefix(fakes: Fle
 
 
 @pytest.mark.parametrize("is_continued", [True, False])
-async def test_no_two_rounds_of_a_session_share_random_numbers(fakes: Fleet, is_continued: bool) -> None:
+async def test_rounds_of_a_session_do_not_share_random_numbers(fakes: Fleet, is_continued: bool) -> None:
     """A user's seed is that of every turn; the number of a round sets its samples apart (`draft_sampler`)."""
     await fakes.target("t1")
     draft = FakeDraft("d1", fakes.tokenizer)

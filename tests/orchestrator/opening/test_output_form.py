@@ -46,7 +46,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Checks]:
         gate.set()
 
 
-async def test_a_tenant_whose_checks_last_leaves_a_thread_to_others(checks: Checks) -> None:
+async def test_a_tenant_with_slow_checks_leaves_a_thread_to_others(checks: Checks) -> None:
     slow = [checks.of("slow", name) for name in ("s1", "s2", "s3")]
     await until(lambda: checks.begun == ["s1"])
     for name in ("o1", "o2"):
@@ -74,7 +74,7 @@ async def test_callers_that_leave_get_no_further_turns(checks: Checks) -> None:
     assert checks.begun == ["s1", "s3"]
 
 
-async def test_a_check_that_is_refused_ends_its_turn(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_check_ends_its_turn(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "grammar_of", Mock(side_effect=InvalidRequest("constraint", "must be another")))
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="must be another"):

@@ -36,7 +36,7 @@ def preempting(target: FakeTarget, at_round: int, name: str = "first") -> Callab
     return hook
 
 
-async def test_who_gave_way_goes_on_where_it_was_once_there_is_room(fakes: Fleet) -> None:
+async def test_a_preempted_request_continues_at_its_target_once_there_is_room(fakes: Fleet) -> None:
     target, _ = await fakes.target("t")
     requests, process = await fakes.orchestrator("--queue-timeout", "0.05")
     target.before = preempting(target, 7)
@@ -53,7 +53,7 @@ async def test_who_gave_way_goes_on_where_it_was_once_there_is_room(fakes: Fleet
     assert [known.num_running for known in requests.directory.targets] == [0]
 
 
-async def test_who_gave_way_goes_on_wherever_there_is_room(fakes: Fleet) -> None:
+async def test_a_preempted_request_continues_at_any_target_with_room(fakes: Fleet) -> None:
     targets = [(await fakes.target(f"t{index}"))[0] for index in range(2)]
     _, process = await fakes.orchestrator(num_targets=2)
     for target in targets:
@@ -65,7 +65,9 @@ async def test_who_gave_way_goes_on_wherever_there_is_room(fakes: Fleet) -> None
     assert all(target.calls for target in targets)
 
 
-async def test_who_lost_its_slot_unheard_waits_like_others_and_goes_on_wherever_there_is_room(fakes: Fleet) -> None:
+async def test_a_request_that_lost_its_slot_waits_like_others_and_continues_at_any_target_with_room(
+    fakes: Fleet,
+) -> None:
     """Its lease had ended, as when nobody read for long: it sent its whole text every moment to a target without room,
     past those who were in line, and looked at no other."""
     targets = [(await fakes.target(f"t{index}"))[0] for index in range(2)]
@@ -92,7 +94,7 @@ async def test_who_lost_its_slot_unheard_waits_like_others_and_goes_on_wherever_
     assert all("first" in target.asked_for_room for target in targets), "without its context, one after the other"
 
 
-async def test_who_gave_way_comes_before_those_who_have_not_begun(fakes: Fleet) -> None:
+async def test_preempted_requests_come_before_those_that_have_not_begun(fakes: Fleet) -> None:
     """It was asked for first, though it joins those who wait last."""
     target, _ = await fakes.target("t")
     target.num_slots = 1
@@ -122,7 +124,7 @@ async def test_who_gave_way_comes_before_those_who_have_not_begun(fakes: Fleet) 
     assert requests.loads().num_requests_waiting == 0
 
 
-async def test_who_is_aborted_leaves_the_queue_before_its_last_event_has_been_read(fakes: Fleet) -> None:
+async def test_an_aborted_request_leaves_the_queue_before_its_last_event_is_read(fakes: Fleet) -> None:
     target, _ = await fakes.target("t")
     target.num_slots = 0
     requests, _ = await fakes.orchestrator()
@@ -138,7 +140,7 @@ async def test_who_is_aborted_leaves_the_queue_before_its_last_event_has_been_re
     await aborted.aclose()
 
 
-async def test_the_oldest_request_is_first_in_any_order_of_arrival() -> None:
+async def test_the_oldest_request_comes_first_in_any_order_of_arrival() -> None:
     line, came = SlotQueue(), []
 
     async def wait(epoch: int) -> None:

@@ -74,7 +74,7 @@ def record(recorder: Recorder, num_tokens: int, epoch: int = 5, target_id: str =
     )
 
 
-async def test_a_slow_index_holds_up_nothing_and_gets_the_newest(recorder: Recorder, fake: FakeRegistry) -> None:
+async def test_a_slow_index_delays_nothing_and_gets_the_newest_record(recorder: Recorder, fake: FakeRegistry) -> None:
     for num_tokens in (3, 4, 5, 6):
         record(recorder, num_tokens)
         await asyncio.sleep(0)
@@ -83,7 +83,7 @@ async def test_a_slow_index_holds_up_nothing_and_gets_the_newest(recorder: Recor
     assert fake.calls == [("session", 3, 0), ("request", 3, 0), ("session", 6, 3), ("request", 6, 3)]
 
 
-async def test_new_blocks_are_noted_and_now_and_then_all(
+async def test_new_blocks_are_recorded_and_sometimes_all_blocks(
     recorder: Recorder, fake: FakeRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All blocks with every new one were 4,096 writes for one of a long text."""
@@ -98,7 +98,7 @@ async def test_new_blocks_are_noted_and_now_and_then_all(
     assert noted == [(1, 0), (3, 1), (3, 0), (4, 3), (5, 0)]
 
 
-async def test_after_another_has_claimed_the_session_nothing_is_written_until_it_is_claimed_back(
+async def test_after_another_claim_nothing_is_written_until_the_session_is_claimed_back(
     recorder: Recorder, fake: FakeRegistry
 ) -> None:
     fake.go.set()
@@ -115,9 +115,7 @@ async def test_after_another_has_claimed_the_session_nothing_is_written_until_it
     assert fake.calls == [("session", 5, 0), ("request", 5, 0)]
 
 
-async def test_an_end_that_comes_late_does_not_drop_what_a_newer_request_records(
-    recorder: Recorder, fake: FakeRegistry
-) -> None:
+async def test_a_late_end_does_not_remove_a_newer_requests_record(recorder: Recorder, fake: FakeRegistry) -> None:
     """Otherwise the newer request would be refused as one that has lost its session."""
     record(recorder, 3, epoch=6)
     recorder.drop(ScopedId("s"), 5)
@@ -126,7 +124,7 @@ async def test_an_end_that_comes_late_does_not_drop_what_a_newer_request_records
     assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
 
 
-async def test_the_last_record_is_tried_again_and_nobody_waits_for_that(recorder: Recorder, fake: FakeRegistry) -> None:
+async def test_the_last_record_is_retried_without_delaying_anyone(recorder: Recorder, fake: FakeRegistry) -> None:
     fake.go.set()
     fake.failures = [Unavailable("gone")] * 2
     record(recorder, 3)
@@ -137,7 +135,7 @@ async def test_the_last_record_is_tried_again_and_nobody_waits_for_that(recorder
     assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
 
 
-async def test_closing_writes_what_still_has_to_be_written(recorder: Recorder, fake: FakeRegistry) -> None:
+async def test_closing_writes_pending_records(recorder: Recorder, fake: FakeRegistry) -> None:
     fake.go.set()
     fake.failures = [Unavailable("gone")] * 2
     record(recorder, 3)
@@ -147,7 +145,7 @@ async def test_closing_writes_what_still_has_to_be_written(recorder: Recorder, f
     assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
 
 
-async def test_an_index_that_stays_away_is_left_alone_until_the_next_round(
+async def test_an_unreachable_index_is_not_called_again_until_the_next_round(
     recorder: Recorder, fake: FakeRegistry
 ) -> None:
     fake.go.set()
@@ -186,7 +184,7 @@ async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
             yield registry
 
 
-async def test_two_orchestrators_and_a_real_index(registry: Registry) -> None:
+async def test_two_orchestrators_with_a_real_index(registry: Registry) -> None:
     """The one that claimed last is recorded, whatever the other goes on writing; and a flush loses nothing of it."""
     first, second = Recorder(registry), Recorder(registry)
     await registry.register(WorkerRecord("target", "t1", "h:1"), lease_seconds=60)

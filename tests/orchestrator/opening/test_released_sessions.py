@@ -37,7 +37,7 @@ async def for_ever(call: VerifyCall) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--target-timeout", "2")], ids=["the request ends", "no answer in time"])
-async def test_a_slot_reserved_at_another_target_that_is_not_heard_of_is_let_go(
+async def test_a_slot_reserved_at_a_target_that_does_not_answer_is_released(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     """Otherwise a slot whose reservation was not answered stays in use for --lease-seconds while others wait."""
@@ -69,7 +69,7 @@ async def test_a_slot_reserved_at_another_target_that_is_not_heard_of_is_let_go(
         await asyncio.wait({reading})
 
 
-async def test_a_target_that_is_left_as_it_does_not_answer_keeps_no_slot(fakes: Fleet) -> None:
+async def test_an_abandoned_target_that_does_not_answer_keeps_no_slot(fakes: Fleet) -> None:
     """It was there all the while, and kept one for --lease-seconds for a session that had gone on elsewhere."""
     targets = [(await fakes.target(f"t{index}"))[0] for index in range(2)]
     _, process = await fakes.orchestrator("--target-timeout", "2", num_targets=2)
@@ -92,9 +92,7 @@ async def test_a_target_that_is_left_as_it_does_not_answer_keeps_no_slot(fakes: 
 
 
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["after a round", "in its first round"])
-async def test_what_a_resumed_stream_leaves_is_released_where_nobody_goes_on_with_it(
-    fakes: Fleet, is_recorded: bool
-) -> None:
+async def test_slots_of_a_resumed_stream_are_released_if_it_is_not_continued(fakes: Fleet, is_recorded: bool) -> None:
     """The call that resumes it is refused; or it knows of no session, as no round is recorded yet, and begins one."""
     target, _ = await fakes.target("t")
     requests, process = await fakes.orchestrator()
@@ -209,7 +207,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch, num_calls: int) -> list[str]:
     return asked
 
 
-async def test_a_release_that_is_not_answered_is_repeated(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unanswered_release_is_repeated(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot stayed in use for --lease-seconds where the one attempt met a target that did not answer just then."""
     monkeypatch.setattr(endings, "RETRY_PAUSES", 3 * (0.01,))
     asked = deaf(monkeypatch, 3)
@@ -223,7 +221,7 @@ async def test_a_release_that_is_not_answered_is_repeated(fakes: Fleet, monkeypa
     await until(lambda: not requests.endings._retries)
 
 
-async def test_nobody_waits_for_a_release_to_be_repeated(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_repeating_a_release_delays_no_request(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the session's next request nor an orchestrator that ends."""
     monkeypatch.setattr(endings, "RETRY_PAUSES", (3600.0,))
     asked = deaf(monkeypatch, 1000)
@@ -244,7 +242,7 @@ async def test_nobody_waits_for_a_release_to_be_repeated(fakes: Fleet, monkeypat
     [(True, False, 1), (False, False, 1), (True, True, 2)],
     ids=["it runs there again", "the target was forgotten", "it runs elsewhere by now"],
 )
-async def test_a_release_is_repeated_only_where_it_frees_a_slot_that_is_left(
+async def test_a_release_is_only_repeated_if_it_frees_a_slot(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch, is_known: bool, is_elsewhere: bool, num_asked: int
 ) -> None:
     """A session may come back, in the same epoch, to a target that it has left: its slot is in use then."""
@@ -287,7 +285,7 @@ async def test_a_cancellation_during_an_abort_is_not_swallowed(num_ticks: int) -
     assert task.cancelled()
 
 
-async def test_a_channel_that_was_closed_is_a_worker_that_does_not_answer() -> None:
+async def test_a_closed_channel_counts_as_a_worker_that_does_not_answer() -> None:
     """A request may wait for a target that is forgotten meanwhile: it must go to another, not end as a bug of ours."""
     client = TargetClient("127.0.0.1:9", "t")
     await client.close()
@@ -312,7 +310,7 @@ class FakeDirectory:
         return Claim(AHEAD, None)
 
 
-async def test_epochs_go_on_growing_when_the_index_goes() -> None:
+async def test_epochs_keep_growing_without_the_index() -> None:
     """By a clock that is behind the index's; a target would refuse the session's next turn."""
     directory = FakeDirectory()
     claims = Epochs(cast(Directory, directory), "me")

@@ -47,7 +47,7 @@ def gated(gate: asyncio.Event, from_call: int) -> Callable[[VerifyCall], Awaitab
 
 
 @pytest.mark.parametrize("has_written", [True, False], ids=["after rounds", "in its first round"])
-async def test_a_session_that_is_closed_at_another_orchestrator_ends_there(fakes: Fleet, has_written: bool) -> None:
+async def test_a_session_closed_at_another_orchestrator_ends_there(fakes: Fleet, has_written: bool) -> None:
     """The entry that fences was deleted, and the stream's next record brought the session back.
 
     The stream gives back its KV, which otherwise stayed leased for a minute.
@@ -74,7 +74,7 @@ async def test_a_session_that_is_closed_at_another_orchestrator_ends_there(fakes
         assert await fakes.registry.load_session(ScopedId("s")) is not None, "a new session of that name is recorded"
 
 
-async def test_a_request_id_that_two_orchestrators_clients_share_leaves_both_sessions_recorded(fakes: Fleet) -> None:
+async def test_a_request_id_shared_by_clients_of_two_orchestrators_leaves_both_sessions_recorded(fakes: Fleet) -> None:
     """The recording of the older one ended without a word, and its next turn stood on half of its text."""
     target, _ = await fakes.target("t1")
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
@@ -145,7 +145,7 @@ async def flush(fakes: Fleet) -> None:
         await client.delete(key)
 
 
-async def test_an_epoch_of_a_clock_ahead_is_overtaken_after_a_flush(
+async def test_an_epoch_of_a_fast_clock_is_overtaken_after_a_flush(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every request of the session was ABORTED for as long as the clock had been ahead."""
@@ -162,7 +162,7 @@ async def test_an_epoch_of_a_clock_ahead_is_overtaken_after_a_flush(
     assert len(record.tokens) > 60
 
 
-async def test_an_epoch_ahead_is_not_overtaken_by_a_request_that_another_has_superseded(
+async def test_an_epoch_of_a_fast_clock_is_not_overtaken_by_a_superseded_request(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, _, _ = await ahead(fakes, monkeypatch)

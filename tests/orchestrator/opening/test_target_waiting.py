@@ -65,7 +65,7 @@ async def test_new_requests_wait_while_the_only_target_restarts(fakes: Fleet) ->
     assert requests.figures().num_held == 0
 
 
-async def test_a_resumed_request_and_a_session_wait_as_well(fakes: Fleet) -> None:
+async def test_resumed_requests_and_sessions_wait_too(fakes: Fleet) -> None:
     options = replace(OPTIONS, session_id="s")
     await fakes.target("t1")
     requests, process = await fakes.orchestrator()
@@ -84,7 +84,7 @@ async def test_a_resumed_request_and_a_session_wait_as_well(fakes: Fleet) -> Non
     assert continued.started.prompt_tokens > whole.started.prompt_tokens + len(whole.token_ids)
 
 
-async def test_who_waits_for_a_target_has_a_place_and_leaves_it(fakes: Fleet) -> None:
+async def test_a_request_waiting_for_a_target_has_a_place_and_leaves_it(fakes: Fleet) -> None:
     """So that the limits of admission hold; a client that goes away, or aborts, is forgotten at once."""
     await fakes.target("t1")
     requests, process = await fakes.orchestrator("--max-running", "2", "--max-waiting", "1")
@@ -105,7 +105,7 @@ async def test_who_waits_for_a_target_has_a_place_and_leaves_it(fakes: Fleet) ->
 
 
 @pytest.mark.parametrize("flag", ["--failover-timeout", "--queue-timeout"])
-async def test_waiting_has_an_end(fakes: Fleet, flag: str) -> None:
+async def test_waiting_is_limited(fakes: Fleet, flag: str) -> None:
     await fakes.target("t1")
     requests, process = await fakes.orchestrator(flag, "0.05")
     async with client_of(process.address) as client, http_client(requests) as http:
@@ -119,7 +119,7 @@ async def test_waiting_has_an_end(fakes: Fleet, flag: str) -> None:
     assert "none came back in time" in late.json()["error"]["message"]
 
 
-async def test_a_target_long_gone_is_not_waited_for(fakes: Fleet) -> None:
+async def test_a_target_gone_for_long_is_not_waited_for(fakes: Fleet) -> None:
     await fakes.target("t1")
     requests, process = await fakes.orchestrator()
     seen = requests.directory._seen
@@ -140,7 +140,7 @@ async def test_a_callers_deadline_ends_its_wait(fakes: Fleet) -> None:
     assert requests.figures().num_held == 0
 
 
-async def test_who_drains_lets_those_wait_that_it_has_let_in(fakes: Fleet) -> None:
+async def test_a_draining_orchestrator_lets_accepted_requests_wait(fakes: Fleet) -> None:
     """As long as it drains: to a client of HTTP a refusal would be a failed request."""
     await fakes.target("t1")
     requests, process = await fakes.orchestrator()
@@ -155,7 +155,7 @@ async def test_who_drains_lets_those_wait_that_it_has_let_in(fakes: Fleet) -> No
         await draining
 
 
-async def test_a_drain_has_an_end_for_those_that_wait_too(fakes: Fleet) -> None:
+async def test_a_drain_also_limits_waiting_requests(fakes: Fleet) -> None:
     await fakes.target("t1")
     requests, process = await fakes.orchestrator()
     async with client_of(process.address) as client, http_client(requests) as http:
@@ -182,7 +182,7 @@ def http_client(requests: Requests) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://orchestrator")
 
 
-async def test_texts_wait_for_a_tokenizer_as_requests_wait_for_a_target(fakes: Fleet) -> None:
+async def test_texts_wait_for_a_tokenizer_like_requests_for_a_target(fakes: Fleet) -> None:
     """They have no places: only so many wait, and what they wait for is no load of requests."""
     await fakes.target("t1")
     requests, _ = await fakes.orchestrator()

@@ -41,7 +41,7 @@ def cannot_record(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests.recorder, "_registry", own)
 
 
-async def test_a_turn_that_was_not_recorded_is_not_passed_over(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unrecorded_turn_is_not_skipped(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next turn, here or at another orchestrator, silently continued the turn before the last one."""
     await fakes.target("t1")
     (requests, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
@@ -75,7 +75,7 @@ def _is_lost(requests: Requests) -> bool:
     return waiting is not None and waiting.session is None
 
 
-async def test_a_turn_that_failed_before_its_first_round_leaves_the_session_as_it_was(fakes: Fleet) -> None:
+async def test_a_turn_that_failed_before_its_first_round_does_not_change_the_session(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
     async with Client(first.address) as here, Client(second.address) as elsewhere:
@@ -93,7 +93,7 @@ async def test_a_turn_that_failed_before_its_first_round_leaves_the_session_as_i
     assert after.started.prompt_tokens == before.started.prompt_tokens + 8 + len(MORE.text)
 
 
-async def test_a_turn_that_runs_elsewhere_is_not_passed_over(fakes: Fleet) -> None:
+async def test_a_turn_running_elsewhere_is_not_skipped(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
     gate, reached = asyncio.Event(), asyncio.Event()
@@ -115,9 +115,7 @@ async def test_a_turn_that_runs_elsewhere_is_not_passed_over(fakes: Fleet) -> No
     assert third.started.prompt_tokens == second_turn.started.prompt_tokens + 8 + len(MORE.text)
 
 
-async def test_nothing_is_continued_from_an_index_that_cannot_be_written(
-    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_is_continued_from_a_read_only_index(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other orchestrator could know that the recorded turn is not the last one any more."""
     await fakes.target("t1")
     requests, process = await fakes.orchestrator()

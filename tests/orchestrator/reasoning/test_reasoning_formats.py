@@ -100,7 +100,7 @@ def test_the_prompt_decides_where_an_answer_begins(
     assert (found.begin, found.end) == (("[THINK]", "[/THINK]") if template == MAGISTRAL else ("<think>", "</think>"))
 
 
-def test_a_parser_may_be_named_and_other_prompts_have_none() -> None:
+def test_a_parser_can_be_named_and_other_prompts_have_none() -> None:
     assert set(FORMATS) == set(REASONING_FORMATS)
     assert marks_of(PLAIN, named="deepseek_r1").beginning is Beginning.INSIDE
     assert marks_of(QWEN, NO_SWITCH, named="deepseek_r1").beginning is Beginning.AFTER
@@ -194,7 +194,7 @@ async def test_required_calls_come_after_the_reasoning() -> None:
         assert allows(grammar, text, QWEN) is is_good, text
 
 
-async def test_with_a_constraint_the_text_after_the_reasoning_is_a_call_or_meets_it() -> None:
+async def test_with_a_constraint_the_text_after_the_reasoning_is_a_call_or_follows_it() -> None:
     tools = Tools((Function("f", '{"type": "object", "additionalProperties": false}'),))
     grammar = await form(QWEN, Constraint(json_schema='{"type": "integer"}', after_reasoning=True), tools)
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -203,7 +203,7 @@ async def test_with_a_constraint_the_text_after_the_reasoning_is_a_call_or_meets
             assert allows(grammar, before + answer, QWEN) is is_good, before + answer
 
 
-async def test_marks_that_are_special_tokens_are_part_of_a_chat_s_text() -> None:
+async def test_marks_that_are_special_tokens_are_part_of_a_chats_text() -> None:
     for is_special in (True, False):
         tokenizer = tokenizer_of(MAGISTRAL, is_special=is_special)
         found = reasoning_of(ASKED, whole_prompt(ASKED, tokenizer, 300), tokenizer, "auto")
@@ -256,7 +256,7 @@ def test_reasoning_ends_at_its_mark_however_the_text_is_split(
         assert part(beginning, [text[i : i + size] for i in range(0, len(text), size)]) == expected
 
 
-def test_marks_are_those_of_the_family() -> None:
+def test_marks_follow_the_family() -> None:
     assert part(BEFORE, ["[THI", "NK]Hm <think>[/TH", "INK]4"], "mistral") == ("Hm <think>", "4")
     assert part(INSIDE, ["Hm.[/THINK]4"]) == ("Hm.[/THINK]4", "")
 
@@ -274,7 +274,7 @@ def read(beginning: Beginning, text: str) -> tuple[str | None, str]:
 
 
 @given(st.sampled_from(Beginning), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.sets(st.integers(0, 60)))
-def test_what_is_told_of_a_text_does_not_depend_on_its_pieces(
+def test_parsing_does_not_depend_on_how_the_text_is_divided(
     beginning: Beginning, fragments: list[str], cuts: set[int]
 ) -> None:
     text = "".join(fragments)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow  # running services are called
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("error", [Unavailable("gone for a moment"), ValueError("a bug")])
-async def test_a_fault_that_passes_changes_nothing(fakes: Fleet, when: str, error: Exception) -> None:
+async def test_a_temporary_fault_changes_nothing(fakes: Fleet, when: str, error: Exception) -> None:
     """Whether the verdict had been reached when the answer was lost or not: the same call is made again."""
     target, _ = await fakes.target("t1")
     _, process = await fakes.orchestrator()
@@ -91,7 +91,7 @@ async def test_another_process_at_the_same_address_is_another_target(fakes: Flee
 
 
 @pytest.mark.parametrize("knows_the_dead", [True, False])
-async def test_who_takes_a_dead_ones_address_is_used(fakes: Fleet, knows_the_dead: bool) -> None:
+async def test_a_target_at_a_dead_ones_address_is_used(fakes: Fleet, knows_the_dead: bool) -> None:
     """For seconds both are listed, and for good each was taken to have lost its address to the other."""
     _, server = await fakes.target("t1")
     if knows_the_dead:
@@ -109,7 +109,7 @@ async def test_who_takes_a_dead_ones_address_is_used(fakes: Fleet, knows_the_dea
     assert status.problem == ""
 
 
-async def test_who_was_fenced_off_does_not_fight(fakes: Fleet) -> None:
+async def test_a_superseded_orchestrator_does_not_retry(fakes: Fleet) -> None:
     """Two orchestrators on one session: the newer epoch has it; the older stream gets an error and frees nothing."""
     target, _ = await fakes.target("t1")
     (requests, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
@@ -127,7 +127,7 @@ async def test_who_was_fenced_off_does_not_fight(fakes: Fleet) -> None:
     assert target.held["s"]
 
 
-async def test_a_target_hears_how_many_sessions_run_there(fakes: Fleet) -> None:
+async def test_a_target_learns_how_many_sessions_run_there(fakes: Fleet) -> None:
     """So that it need not wait for those that have ended."""
     target, _ = await fakes.target("t1")
     _, process = await fakes.orchestrator()
@@ -177,7 +177,7 @@ async def test_a_request_that_always_fails_takes_no_target_from_others(fakes: Fl
     assert requests.directory.has_target
 
 
-async def test_a_request_that_brings_targets_down_does_not_bring_all_down(fakes: Fleet) -> None:
+async def test_a_request_that_crashes_targets_does_not_crash_all(fakes: Fleet) -> None:
     targets = [await fakes.target(f"t{index}") for index in range(MOST_TARGETS + 1)]
     _, process = await fakes.orchestrator(num_targets=len(targets))
     killed = []
@@ -201,7 +201,7 @@ async def test_a_request_that_brings_targets_down_does_not_bring_all_down(fakes:
         assert (await read(client, replace(OPTIONS, request_id=""))).token_ids == expected(fakes)
 
 
-async def test_a_request_that_waits_for_kv_outlasts_targets_that_are_lost_meanwhile(fakes: Fleet) -> None:
+async def test_a_request_waiting_for_kv_survives_lost_targets(fakes: Fleet) -> None:
     """Each poll for room that was lost counted as a failure of the request: at the third it ended as INTERNAL."""
     polled = asyncio.Event()
 
@@ -232,7 +232,7 @@ async def _hold(reached: asyncio.Event) -> None:
     await asyncio.sleep(60)
 
 
-def test_faults_in_a_row_end_with_an_answer_or_a_loss_without_the_call() -> None:
+def test_successive_faults_end_with_an_answer_or_a_loss_without_the_call() -> None:
     """But a call that brings down a target each time it has room does not go on for ever."""
     refused = NoAnswer("failed to connect")
     trouble = _Trouble(time.monotonic())
@@ -250,7 +250,7 @@ def test_faults_in_a_row_end_with_an_answer_or_a_loss_without_the_call() -> None
     assert trouble.is_own_fault
 
 
-async def test_faults_in_a_row_begin_anew_when_a_target_is_lost_without_the_call(fakes: Fleet) -> None:
+async def test_successive_faults_are_counted_anew_when_a_target_is_lost_without_the_call(fakes: Fleet) -> None:
     await fakes.target("t1")
     requests, _ = await fakes.orchestrator()
     verifier, lost = requests.rounds.verifier, NoAnswer("connection reset", was_connected=True)
@@ -294,7 +294,7 @@ async def test_the_sessions_of_a_lost_target_are_divided_among_the_others(fakes:
     await until(lambda: not any(target.num_running for target in requests.directory.targets))
 
 
-async def test_the_time_in_which_a_call_ran_is_no_time_without_a_target(
+async def test_the_duration_of_a_call_is_no_time_without_a_target(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A target that was lost minutes after an earlier fault of the same call was not waited for at all."""

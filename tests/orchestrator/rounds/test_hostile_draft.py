@@ -25,7 +25,7 @@ from tests.fakes.streams import OPTIONS, expected, read
 
 
 @pytest.mark.parametrize("length", ["-5", "many", "", "9" * 30])
-async def test_a_draft_that_holds_what_cannot_be(fakes: Fleet, length: str) -> None:
+async def test_impossible_claims_of_a_draft_are_rejected(fakes: Fleet, length: str) -> None:
     await fakes.target("t1")
     draft = FakeDraft("d1", fakes.tokenizer)
 
@@ -42,7 +42,7 @@ async def test_a_draft_that_holds_what_cannot_be(fakes: Fleet, length: str) -> N
     assert requests.directory.find("d1") is None or seen.end.speculation.num_degraded_rounds
 
 
-async def test_an_answer_that_is_no_message() -> None:
+async def test_invalid_messages_of_a_draft_are_rejected() -> None:
     """gRPC turns it into None, and only logs that."""
 
     async def call(_request: object, **_options: float) -> None:
@@ -99,7 +99,7 @@ def unwanted(root: int) -> Tree:
         ),
     ],
 )
-async def test_a_tree_that_was_not_asked_for(
+async def test_unrequested_trees_are_rejected(
     fakes: Fleet, answer: Callable[[int], Tree], scheme: Scheme, why: str
 ) -> None:
     """Samples were merged with what was looked up, beyond the budget; draws kept the thread that sweeps busy."""
@@ -121,7 +121,7 @@ async def test_a_tree_that_was_not_asked_for(
     assert {len(call.tree) for call in target.calls} == {1}
 
 
-async def test_no_tree_is_asked_for_that_reaches_beyond_the_output(fakes: Fleet) -> None:
+async def test_no_requested_tree_extends_beyond_the_output(fakes: Fleet) -> None:
     """Whatever way of growing a request names: deeper nodes may have no place in the target's context."""
     await fakes.target("t1")
     draft = FakeDraft("d1", fakes.tokenizer)
@@ -133,7 +133,7 @@ async def test_no_tree_is_asked_for_that_reaches_beyond_the_output(fakes: Fleet)
     assert [growth.depth for growth in draft.growths] == [4, 4, 3, 2, 1]
 
 
-async def test_a_draft_with_something_new_to_say_in_each_round_does_not_fill_the_last_event(fakes: Fleet) -> None:
+async def test_warnings_of_a_draft_do_not_fill_the_last_event(fakes: Fleet) -> None:
     """The last event once grew past what a message may have, and the end of the answer was lost."""
     await fakes.target("t1")
     draft = FakeDraft("d1", fakes.tokenizer)

@@ -44,7 +44,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     return reads
 
 
-async def test_a_round_reads_a_few_of_the_sessions_tokens_however_many_there_are(stage: Stage, reads: Reads) -> None:
+async def test_a_round_only_reads_a_few_of_a_sessions_tokens(stage: Stage, reads: Reads) -> None:
     """Hashes for the target and the index, records, the root: 31 ms a round at 131,000 tokens, when each read all."""
     prompt = TokenPrompt(tuple(number % 257 for number in range(MAX_CONTEXT - NUM_ROUNDS - 1)))
     by_round = []

@@ -51,7 +51,7 @@ def test_estimates_converge_to_a_known_process(probability: float) -> None:
     assert acceptance.probability(other) == 0.3
 
 
-def test_a_new_session_starts_from_what_others_have_seen_and_then_goes_its_own_way() -> None:
+def test_a_new_session_starts_from_what_others_have_learnt_and_then_learns_itself() -> None:
     shared = Acceptance(assumed_probability)
     kind = GuessKind(1, 0, 1)
     guesses = Guesses(Tree.of([7, 8], [-1, 0], [0.0, -1.0]), (kind,))
@@ -68,7 +68,7 @@ def test_a_new_session_starts_from_what_others_have_seen_and_then_goes_its_own_w
     assert math.exp(grow(PromptLookup(shared), text).tree.log_probs[1]) == pytest.approx(2 / 3, abs=0.05)
 
 
-def test_only_guesses_whose_parent_was_chosen_are_learnt_from() -> None:
+def test_only_guesses_with_a_chosen_parent_are_learnt_from() -> None:
     """A guess below a wrong one was never put to the test."""
     kinds = (GuessKind(2, 0, 1), GuessKind(2, 1, 1), GuessKind(3, 0, 2), GuessKind(3, 1, 2))
     tree = Tree.of([7, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [0.0, -1, -1, -1, -1])
@@ -79,7 +79,7 @@ def test_only_guesses_whose_parent_was_chosen_are_learnt_from() -> None:
     assert seen[2] == 0.5 < seen[3]
 
 
-def test_guesses_that_keep_failing_give_way_to_better_ones() -> None:
+def test_guesses_that_keep_failing_are_replaced_by_better_ones() -> None:
     """With room for one guess, the second choice is taken once the first has proved wrong often enough."""
     text = [1, 2, 1, 3, 1, 3, 1]
     guessing, limits = lookup(), LookupLimits(1, 1)
@@ -95,7 +95,7 @@ def test_a_long_prompt_is_read_over_several_rounds() -> None:
     assert [len(grow(guessing, tokens).tree) for _ in range(2)] == [1, 7]
 
 
-async def test_a_long_prompt_is_read_off_the_event_loop_and_no_round_waits_for_it() -> None:
+async def test_a_long_prompt_is_read_off_the_event_loop_without_delaying_rounds() -> None:
     """Whatever the event loop does meanwhile; then the guesses are what they would have been."""
     tokens, guessing, at_once = [1, 2, 3] * MAX_READ, lookup(), lookup()
     works: list[Callable[[], None]] = []
@@ -124,7 +124,7 @@ async def test_a_long_prompt_is_read_off_the_event_loop_and_no_round_waits_for_i
 
 
 @pytest.mark.parametrize("match_length", [1, 30])
-def test_what_the_draft_thinks_of_a_guess_counts_from_the_start(match_length: int) -> None:
+def test_the_drafts_probability_of_a_guess_counts_from_the_start(match_length: int) -> None:
     """Guessed otherwise by the draft it is worth less than where the draft is silent; likely to both, more."""
     worth = [assumed_probability(GuessKind(match_length, 0, 1, draft)) for draft in DraftOpinion]
     assert worth[1:] == sorted(worth[1:])
@@ -132,7 +132,7 @@ def test_what_the_draft_thinks_of_a_guess_counts_from_the_start(match_length: in
     assert 0 < worth[otherwise.value] < worth[silent.value] < worth[likely.value] < 1
 
 
-def test_what_the_draft_guessed_otherwise_is_learnt_apart() -> None:
+def test_guesses_that_the_draft_disagrees_with_are_learnt_separately() -> None:
     guessing, text = lookup(), [1, 2, 1]
     drafted = Tree.of([1, 9], [-1, 0], [0.0, -0.1])
     for _ in range(60):
@@ -213,7 +213,7 @@ def continuations(text: list[int], limits: LookupLimits) -> Guesses:
 
 
 @given(texts, st.integers(0, 12), st.integers(0, 5))
-def test_trees_are_valid_and_hold_what_followed(text: list[int], max_nodes: int, max_depth: int) -> None:
+def test_trees_are_valid_and_contain_what_followed(text: list[int], max_nodes: int, max_depth: int) -> None:
     guesses = continuations(text, LookupLimits(max_nodes, max_depth, frozenset({0})))
     tree, depths = guesses.tree, guesses.tree.depths()
     tree.validate(VOCAB, max_nodes + 1)
@@ -250,7 +250,7 @@ def test_guesses_know_whether_the_draft_agrees() -> None:
     }
 
 
-def test_a_long_text_takes_kilobytes_a_thousand_tokens_not_megabytes() -> None:
+def test_a_long_text_takes_kilobytes_per_thousand_tokens() -> None:
     tokens = [(7 * token * token + token // 3) % 4001 for token in range(4000)]
     tracemalloc.start()
     index = automaton(tokens, 24)

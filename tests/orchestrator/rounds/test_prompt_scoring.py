@@ -20,7 +20,7 @@ from tests.fakes.waiting import until
 SCORED = replace(OPTIONS, max_tokens=5, prompt_logprobs=0)
 
 
-async def test_a_request_that_is_finished_is_not_scored_again(fakes: Fleet) -> None:
+async def test_a_finished_request_is_not_scored_again(fakes: Fleet) -> None:
     """It was, without a claim: nobody freed the target's slot. A client that saw no token has not seen all scores."""
     target, _ = await fakes.target("t")
     requests, server = await fakes.orchestrator()
@@ -60,7 +60,7 @@ async def test_a_target_whose_trees_have_one_node_scores_nothing(fakes: Fleet) -
     assert not target.calls
 
 
-def test_places_of_tokens_are_those_in_the_text_as_it_was_written(byte_tokenizer: TokenizerFiles) -> None:
+def test_offsets_of_tokens_refer_to_the_text_as_written(byte_tokenizer: TokenizerFiles) -> None:
     """Special tokens were left out of what was counted, though the text that is echoed shows them."""
     text = "a</s>é<s>c"
     plain = Tokenizer(byte_tokenizer)

@@ -40,9 +40,7 @@ async def cached(callers: Callers, who: Sequence[str], cache_salt: str = "", ses
 
 
 @pytest.mark.parametrize("session_id", ["", "s"])
-async def test_a_prompt_of_one_tenant_does_not_show_in_cached_tokens_of_another(
-    tmp_path: Path, session_id: str
-) -> None:
+async def test_a_tenants_prompt_does_not_show_in_another_tenants_cached_tokens(tmp_path: Path, session_id: str) -> None:
     async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
         apart = callers(tmp_path, stack, share_prefixes=False)
         assert await cached(apart, ALICE, session_id=session_id) == 0
@@ -53,20 +51,20 @@ async def test_a_prompt_of_one_tenant_does_not_show_in_cached_tokens_of_another(
         stack.check_integrity()
 
 
-async def test_requests_that_come_together_share_no_sweep_s_work(tmp_path: Path) -> None:
+async def test_concurrent_requests_of_tenants_share_no_work(tmp_path: Path) -> None:
     async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
         apart = callers(tmp_path, stack, share_prefixes=False)
         assert await asyncio.gather(cached(apart, ALICE), cached(apart, BOB)) == [0, 0]
 
 
-async def test_prefixes_are_shared_where_that_is_said(tmp_path: Path) -> None:
+async def test_prefixes_are_shared_if_configured(tmp_path: Path) -> None:
     async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
         shared = callers(tmp_path, stack, share_prefixes=True)
         assert await cached(shared, ALICE) == 0
         assert await cached(shared, BOB) >= WHOLE
 
 
-async def test_a_tenant_keeps_its_own_users_apart_by_a_salt(tmp_path: Path) -> None:
+async def test_a_tenant_separates_its_own_users_by_a_salt(tmp_path: Path) -> None:
     async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
         apart = callers(tmp_path, stack, share_prefixes=False)
         assert await cached(apart, ALICE, "u1") == 0
@@ -75,7 +73,7 @@ async def test_a_tenant_keeps_its_own_users_apart_by_a_salt(tmp_path: Path) -> N
         assert await cached(apart, BOB, "u1") == 0
 
 
-async def test_the_index_finds_a_tenant_its_own_prefixes_alone(tmp_path: Path) -> None:
+async def test_the_index_finds_only_a_tenants_own_prefixes(tmp_path: Path) -> None:
     """Otherwise where a request is sent would tell."""
     async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
         apart = callers(tmp_path, stack, share_prefixes=False)

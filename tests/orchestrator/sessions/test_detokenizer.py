@@ -76,7 +76,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=7), max_size=12)
 
 
 @given(st.lists(st.text("ab", max_size=5), max_size=20), STOPS, st.integers(0, 6), st.booleans())
-def test_many_stop_texts_are_found_and_held_back_as_if_each_were_looked_for(
+def test_many_stop_texts_are_found_and_held_back_like_single_ones(
     words: list[str], stops: list[str], min_tokens: int, include_stop: bool
 ) -> None:
     """Token by token: equal stop texts, those that begin with others, and several that end in one token."""
@@ -96,7 +96,7 @@ def test_many_stop_texts_are_found_and_held_back_as_if_each_were_looked_for(
     assert fast.finish() == plain.finish()
 
 
-def test_as_many_and_long_stop_texts_as_are_allowed_take_two_lookups_per_character(
+def test_many_long_stop_texts_take_two_lookups_per_character(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They took 9 ms of the event loop for each token: every beginning of every one was compared with the text."""
@@ -137,7 +137,7 @@ def pieces_of(data: bytes, cuts: Sequence[int]) -> list[bytes]:
     st.lists(st.sampled_from([b"a", "é".encode(), "木".encode(), "🌳".encode(), b"\xf0\x9f", b"\xff", b"\x82"])),
     st.data(),
 )
-def test_tokens_that_cut_characters_anywhere_join_to_the_text(parts: list[bytes], data: st.DataObject) -> None:
+def test_tokens_that_split_characters_join_to_the_text(parts: list[bytes], data: st.DataObject) -> None:
     """Long rows of bytes that never become a character too: what is said early is never taken back."""
     whole = b"".join(parts) * data.draw(st.integers(1, 8))
     decoder = Counted(pieces_of(whole, data.draw(st.lists(st.integers(0, 1000), max_size=200))))
@@ -155,7 +155,7 @@ def test_tokens_that_cut_characters_anywhere_join_to_the_text(parts: list[bytes]
         (b"\xf0\x9f\x98" * 8000, 1),
     ],
 )
-def test_characters_that_stay_half_take_each_token_no_more_work(data: bytes, size: int) -> None:
+def test_incomplete_characters_do_not_increase_the_work_per_token(data: bytes, size: int) -> None:
     """8,000 such tokens once took the event loop 4.4 s."""
     decoder = Counted([data[:2], *(data[begin : begin + size] for begin in range(2, len(data), size))])
     output = TextStream(decoder)
@@ -165,7 +165,7 @@ def test_characters_that_stay_half_take_each_token_no_more_work(data: bytes, siz
     assert "".join([*texts, output.finish()]) == data.decode("utf-8", errors="replace")
 
 
-def test_single_bytes_of_a_tokenizer_that_falls_back_to_them_take_no_more_work() -> None:
+def test_byte_fallback_does_not_increase_the_work_per_token() -> None:
     """Its decoder takes a run of bytes as a whole: one invalid byte turns all of them into U+FFFD."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True))
@@ -187,7 +187,7 @@ def test_single_bytes_of_a_tokenizer_that_falls_back_to_them_take_no_more_work()
             assert text == "\ufffd" * 1000 + "a"
 
 
-def test_bytes_that_never_became_a_character_complete_no_stop() -> None:
+def test_bytes_without_a_character_complete_no_stop_text() -> None:
     """The text was cut off there, and the request's end said that its length was the reason."""
     output = TextStream(decode, ("a\ufffd", "b"))
     assert [output.push(token).text for token in (0x61, 0xF0)] == ["", ""]

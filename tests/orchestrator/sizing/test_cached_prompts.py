@@ -77,7 +77,7 @@ async def held(stack: Stack) -> None:
     await until(is_noted)
 
 
-async def test_what_another_request_has_left_is_not_planned_to_be_read_again(stack: Stack) -> None:
+async def test_a_prefix_of_another_request_is_planned_as_cached(stack: Stack) -> None:
     """OpenAI clients name no session: the whole prompt was planned to be read, with a tree to fit."""
     assert await planned(stack, TokenPrompt((*HISTORY, 6))) == (len(HISTORY), len(HISTORY), 0)
     await held(stack)
@@ -101,7 +101,7 @@ async def test_the_next_turn_may_come_before_the_index_has_the_last(
     assert await planned(stack, TURN) == (2, 2, len(HISTORY))
 
 
-async def test_a_session_s_name_changes_no_token(stack: Stack) -> None:
+async def test_a_sessions_name_changes_no_token(stack: Stack) -> None:
     unnamed, _, _ = await generated(stack, TURN)
     again, num_cached, _ = await generated(stack, TURN)
     named, _, _ = await generated(stack, TURN, NAMED)
@@ -110,9 +110,7 @@ async def test_a_session_s_name_changes_no_token(stack: Stack) -> None:
     assert unnamed == again == named == plain
 
 
-async def test_without_the_index_a_prompt_is_planned_to_be_cached(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_the_index_a_prompt_is_planned_as_cached(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the target holds it is not known then: a small tree loses little if it does not."""
     await held(stack)
 
@@ -127,7 +125,7 @@ async def test_without_the_index_a_prompt_is_planned_to_be_cached(
     assert await planned(stack, TokenPrompt((*new.token_ids[1:], 4))) == (0, 3 * BLOCK_TOKENS, 0)
 
 
-async def test_a_prompt_that_the_index_has_and_the_target_lost_is_reported_as_read(
+async def test_a_prompt_in_the_index_that_the_target_lost_is_reported_as_read(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise its rows would be taken for those of other sessions."""

@@ -45,7 +45,7 @@ SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4))
         (Speculation(growth=BestFirst(12, 2, 3, min_gain=0.25)), BestFirst(12, 2, 3, min_gain=0.25)),
     ],
 )
-def test_a_size_that_a_request_asks_for_is_that_size(speculation: Speculation, growth: Growth) -> None:
+def test_a_requested_size_is_used(speculation: Speculation, growth: Growth) -> None:
     """Whatever has been learnt, whoever shares the sweep, and without a price that would end growth sooner."""
     world = MadeRounds(sweep=STEEP)
     world.play(20)
@@ -54,7 +54,7 @@ def test_a_size_that_a_request_asks_for_is_that_size(speculation: Speculation, g
     assert plan.max_nodes == growth.budget
 
 
-def test_a_width_or_a_depth_alone_is_kept_while_the_size_is_chosen() -> None:
+def test_a_requested_width_or_depth_is_kept_while_the_size_is_chosen() -> None:
     world = MadeRounds()
     world.play(10)
     growth = world.sizer.plan(replace(world.base, speculation=Speculation(width=3, depth=2))).tree.growth
@@ -63,7 +63,7 @@ def test_a_width_or_a_depth_alone_is_kept_while_the_size_is_chosen() -> None:
     assert growth.budget > 4
 
 
-def test_a_fixed_size_is_sent_whole_whatever_its_rows_cost() -> None:
+def test_a_fixed_size_is_sent_completely_at_any_cost_of_rows() -> None:
     world = MadeRounds(sweep=STEEP)
     world.play(20)
     played = world.round(replace(world.base, speculation=Speculation(budget=40, width=8, depth=6)))
@@ -102,7 +102,7 @@ def test_samples_are_never_cut() -> None:
 
 
 @pytest.mark.parametrize("num_remaining", [0, 1])
-def test_at_the_last_token_nothing_is_guessed(num_remaining: int) -> None:
+def test_nothing_is_guessed_at_the_last_token(num_remaining: int) -> None:
     world = MadeRounds()
     world.play(5)
     plan = world.sizer.plan(replace(world.base, num_remaining=num_remaining, lookup=8))
@@ -110,7 +110,7 @@ def test_at_the_last_token_nothing_is_guessed(num_remaining: int) -> None:
 
 
 @pytest.mark.parametrize("num_remaining", [2, 3, 9])
-def test_nothing_is_grown_deeper_than_tokens_are_left(num_remaining: int) -> None:
+def test_trees_are_no_deeper_than_the_remaining_tokens(num_remaining: int) -> None:
     world = MadeRounds()
     world.play(5)
     for speculation in (Speculation(), Speculation(budget=64, depth=20), Speculation(growth=StaticShape.chains(2, 12))):
@@ -118,7 +118,7 @@ def test_nothing_is_grown_deeper_than_tokens_are_left(num_remaining: int) -> Non
         assert 1 <= plan.tree.growth.depth <= num_remaining - 1
 
 
-def test_a_request_without_speculation_has_no_tree_whatever_pays() -> None:
+def test_a_request_without_speculation_has_no_tree() -> None:
     world = MadeRounds()
     world.play(5)
     played = world.round(replace(world.base, speculation=Speculation(disabled=True), lookup=8))
@@ -131,7 +131,9 @@ def test_a_request_without_speculation_has_no_tree_whatever_pays() -> None:
     "speculation", [Speculation(), Speculation(budget=900), Speculation(growth=StaticShape.chains(30, 30))]
 )
 @pytest.mark.parametrize(("of_target", "of_draft"), [(20, 1024), (1024, 20), (7, 5), (1, 8), (8, 1)])
-def test_no_tree_has_more_nodes_than_both_workers_take(speculation: Speculation, of_target: int, of_draft: int) -> None:
+def test_no_tree_has_more_nodes_than_both_workers_accept(
+    speculation: Speculation, of_target: int, of_draft: int
+) -> None:
     """Weights stream past for long, so that as many as there may be would be best."""
     wide = CostCurve((1, 1025), (10.0, 10.1))
     world = MadeRounds(sweep=wide)
@@ -148,7 +150,7 @@ def test_no_tree_has_more_nodes_than_both_workers_take(speculation: Speculation,
     assert plan.asks_draft == (min(of_target, of_draft) > 1)
 
 
-def test_a_draft_expands_no_more_nodes_than_it_keeps_room_for() -> None:
+def test_a_draft_expands_no_more_nodes_than_reserved() -> None:
     plan = limited(TreePlan(BestFirst(1024, 512, 24)), situation())
     assert plan.tree.growth == BestFirst(1024, 512, MAX_EXPANSIONS // 512)
     world = MadeRounds(sweep=CostCurve((1, 1025), (100.0, 100.1)), step=STEP.scaled(0.01))
@@ -157,7 +159,7 @@ def test_a_draft_expands_no_more_nodes_than_it_keeps_room_for() -> None:
         assert played.plan.tree.growth.budget <= MOST_NODES
 
 
-def test_before_anything_is_known_of_a_targets_sweeps_trees_are_moderate() -> None:
+def test_trees_are_moderate_before_a_targets_sweep_times_are_known() -> None:
     """A target sends its curve with each verdict, so that the second round knows it."""
     world = MadeRounds()
     unknown = situation(target=WorkerFacts("target", "target", 1024, None))
@@ -168,7 +170,7 @@ def test_before_anything_is_known_of_a_targets_sweeps_trees_are_moderate() -> No
     assert world.round(unknown).num_nodes == 64
 
 
-def test_without_a_draft_only_the_text_is_looked_up() -> None:
+def test_without_a_draft_guesses_come_from_prompt_lookup() -> None:
     sizer = new_sizer()
     plan = sizer.plan(situation(draft=None, lookup=12, target=WorkerFacts("target", "target", 1024, FLAT)))
     assert (plan.tree, plan.asks_draft, plan.lookup) == (NO_TREE, False, 12)
@@ -176,7 +178,7 @@ def test_without_a_draft_only_the_text_is_looked_up() -> None:
     assert len(sizer.propose(ScopedId("s"), Tree.root(ROOT), guesses).tree) == 4
 
 
-def test_what_was_looked_up_is_cut_where_it_is_not_worth_its_rows() -> None:
+def test_looked_up_guesses_are_cut_if_they_are_not_worth_their_rows() -> None:
     sizer = new_sizer()
     sizer.plan(situation(draft=None, lookup=12, target=WorkerFacts("target", "target", 1024, STEEP)))
     guesses = Tree.of([ROOT, 1, 2, 3], [-1, 0, 0, 0], [0.0, math.log(0.9), math.log(0.04), math.log(0.03)])
@@ -185,7 +187,7 @@ def test_what_was_looked_up_is_cut_where_it_is_not_worth_its_rows() -> None:
     assert proposal.may_leave_out
 
 
-def test_what_is_sent_is_a_part_of_what_was_grown_with_parents_first() -> None:
+def test_sent_nodes_are_a_part_of_the_grown_tree_with_parents_first() -> None:
     world = MadeRounds(sweep=STEEP)
     world.play(10)
     for played in world.play(10):
@@ -215,7 +217,7 @@ def test_what_is_sent_is_a_part_of_what_was_grown_with_parents_first() -> None:
     ],
     ids=["nan", "decreasing", "infinite", "rows that fall", "empty", "negative", "lengths", "no rows", "no step"],
 )
-def test_an_invalid_curve_is_ignored_with_one_warning_and_requests_go_on(
+def test_an_invalid_curve_is_ignored_with_one_warning_and_requests_continue(
     bad: CostCurve, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a target whose info is sound and whose verdicts are not: what was known before goes on to hold."""
@@ -243,7 +245,7 @@ def told_wrong(world: MadeRounds, bad: CostCurve) -> Proposal:
     return proposal
 
 
-def test_a_worker_that_is_met_with_a_bad_curve_is_one_of_which_nothing_is_known() -> None:
+def test_a_new_worker_with_an_invalid_curve_has_no_predictions() -> None:
     sizer = new_sizer()
     bad = CostCurve((1, 64), (2.0, 1.0))
     plan = sizer.plan(situation(target=WorkerFacts("t", "t", 1024, bad), draft=WorkerFacts("d", "d", 1024, bad)))
@@ -258,7 +260,7 @@ def test_prices_that_are_not_numbers_are_refused_by_name(field: str, value: floa
         require_growth("growth", growth, 64)
 
 
-def test_every_price_that_is_planned_is_one_that_a_draft_takes() -> None:
+def test_every_planned_price_is_accepted_by_a_draft() -> None:
     """With hostile drafts, in which prices are high, and over all the rounds until they are given up."""
     for claimed, true in (((0.97, 0.01), (0.0, 0.0)), ((0.5, 0.2), (0.5, 0.2))):
         for played in MadeRounds(sweep=STEEP, claimed=claimed, true=true).play(60):
@@ -287,12 +289,12 @@ def test_sessions_share_the_nodes_of_a_sweep(num_sharing: int, expected: int) ->
 
 
 @pytest.mark.parametrize(("num_context", "expected"), [(0, 64), (20, 44), (59, 5), (61, MIN_SHARE), (9000, MIN_SHARE)])
-def test_a_prompt_takes_its_rows_from_the_tree(num_context: int, expected: int) -> None:
+def test_a_prompts_rows_reduce_the_tree(num_context: int, expected: int) -> None:
     assert budget(1, num_context=num_context) == expected
     assert budget(1, Speculation(budget=64), num_context) == 64
 
 
-def test_a_size_that_a_request_asks_for_is_not_shared() -> None:
+def test_a_requested_size_is_not_shared() -> None:
     assert budget(8, Speculation(budget=40)) == 40
     assert budget(8, Speculation(growth=StaticShape((0, 0, 1)))) == 4
 
@@ -307,27 +309,27 @@ def test_a_size_that_a_request_asks_for_is_not_shared() -> None:
         (StaticShape.chains(3, 9), 3, StaticShape.chains(3, 3)),
     ],
 )
-def test_growths_of_fewer_levels(growth: Growth, depth: int, expected: Growth) -> None:
+def test_growths_with_fewer_levels(growth: Growth, depth: int, expected: Growth) -> None:
     assert growth.limited(growth.budget, depth) == expected
     assert growth.limited(growth.budget, depth).depth <= depth
 
 
 @pytest.mark.parametrize(("num_sharing", "width"), [(1, 16), (2, 16), (4, 8), (8, 4), (100, MIN_SHARE)])
-def test_a_step_of_a_small_tree_expands_half_of_it_at_most(num_sharing: int, width: int) -> None:
+def test_a_step_of_a_small_tree_expands_at_most_half_of_it(num_sharing: int, width: int) -> None:
     """Eight sessions' steps are then of half as many rows, and their trees the same."""
     growth = plan_of(num_sharing).tree.growth
     assert isinstance(growth, BestFirst)
     assert growth.width == width
 
 
-def test_nothing_that_rounds_come_to_changes_the_size() -> None:
+def test_results_of_rounds_do_not_change_a_fixed_size() -> None:
     world = MadeRounds(new_fixed(), sweep=STEEP, claimed=(0.97, 0.01), true=(0.0, 0.0))
     rounds = world.play(30)
     assert {played.plan for played in rounds} == {rounds[0].plan}
     assert {played.plan.tree.growth for played in rounds} == {BestFirst(64, 16, 7)}
 
 
-def test_of_two_trees_the_best_nodes_are_sent() -> None:
+def test_the_best_nodes_of_two_trees_are_sent() -> None:
     sizer = new_fixed()
     sizer.plan(situation(speculation=Speculation(budget=3), lookup=2))
     drafted = Tree.of([ROOT, 1, 2], [-1, 0, 0], np.log([1.0, 0.6, 0.1]).tolist())
@@ -337,7 +339,7 @@ def test_of_two_trees_the_best_nodes_are_sent() -> None:
     assert not proposal.may_leave_out
 
 
-def test_decisions_are_recorded_as_fixed_or_off_and_forgotten_sessions_count_anew() -> None:
+def test_decisions_are_recorded_as_fixed_or_off_and_forgotten_sessions_start_again() -> None:
     world = MadeRounds(new_fixed())
     world.play(2)
     world.round(replace(world.base, speculation=Speculation(disabled=True)))

@@ -36,7 +36,7 @@ def grown_levels(min_gain: float, bounds: list[float]) -> int:
     return next((level for level, bound in enumerate(bounds) if bound < min_gain), len(bounds))
 
 
-def test_an_honest_drafts_steps_cost_what_they_must_bring() -> None:
+def test_steps_of_an_honest_draft_are_priced_by_what_they_must_gain() -> None:
     """Its best guess of each level is right as often as it says, 0.8; the bound of a level is what leads to it."""
     tree, values = chain(0.8, 0.8, 0.8, 0.8), [1.0, 0.8, 0.64, 0.512, 0.4096]
     margin, bounds = taught(tree, values), [0.8**level for level in range(5)]
@@ -44,21 +44,21 @@ def test_an_honest_drafts_steps_cost_what_they_must_bring() -> None:
         assert grown_levels(margin.min_gain(tokens), bounds) == levels, tokens
 
 
-def test_a_draft_that_overstates_more_the_deeper_is_stopped_where_steps_bring_too_little() -> None:
+def test_growth_of_an_overconfident_draft_stops_where_steps_gain_too_little() -> None:
     """It says 0.9 at every level; guesses are right in 0.8, 0.64 and 0.5 of cases."""
     margin, bounds = taught(chain(0.9, 0.9, 0.9), [1.0, 0.8, 0.64, 0.5]), [1.0, 0.9, 0.81]
     assert [grown_levels(margin.min_gain(tokens), bounds) for tokens in (0.85, 0.7, 0.55, 0.4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(0.95, 0), (0.5, 1), (0.3, 2), (0.05, 3)])
-def test_where_guesses_fall_off_a_cliff_growth_goes_no_further_and_begins(tokens: float, most: int) -> None:
+def test_growth_stops_before_a_sudden_drop_of_acceptance_and_still_begins(tokens: float, most: int) -> None:
     """Right in 0.9, 0.45 and 0.1 of cases: one bound for all levels cannot say it exactly."""
     margin, bounds = taught(chain(0.9, 0.9, 0.9), [1.0, 0.9, 0.45, 0.1]), [1.0, 0.9, 0.81]
     assert min(1, most) <= grown_levels(margin.min_gain(tokens), bounds) <= most
 
 
 @pytest.mark.parametrize("tokens", [0.0, 0.01, 0.3, 0.69, 0.71, 2.0, 50.0])
-def test_a_first_step_is_asked_for_while_it_pays_and_prices_are_numbers(tokens: float) -> None:
+def test_a_first_step_is_made_while_it_pays_and_prices_are_finite(tokens: float) -> None:
     """A draft takes its first step for worth a token, whatever it is worth."""
     bound = Margin().min_gain(tokens)
     assert np.isfinite(bound)
@@ -66,14 +66,14 @@ def test_a_first_step_is_asked_for_while_it_pays_and_prices_are_numbers(tokens: 
     assert (bound <= FIRST_BOUND) == (tokens <= 0.7), "by the prior it brings 0.7"
 
 
-def test_prices_rise_with_what_a_step_must_bring() -> None:
+def test_prices_rise_with_the_required_gain() -> None:
     margin = taught(chain(0.9, 0.8, 0.6), [1.0, 0.7, 0.4, 0.2])
     bounds = [margin.min_gain(tokens) for tokens in np.linspace(0.01, 3.0, 60)]
     levels = [grown_levels(bound, [1.0, 0.9, 0.72]) for bound in bounds]
     assert levels == sorted(levels, reverse=True)
 
 
-def test_trees_that_bring_nothing_are_distrusted_at_once_and_trust_comes_back() -> None:
+def test_useless_trees_are_distrusted_at_once_and_trust_returns() -> None:
     trust = Trust()
     assert trust.factor == 1.0
     for _ in range(4):
@@ -105,7 +105,7 @@ def test_probes_come_soon_and_then_less_often() -> None:
     assert (FIRST_PROBE, LAST_PROBE) == (8, 256)
 
 
-def test_a_probe_that_has_paid_is_soon_followed_by_one_more() -> None:
+def test_a_probe_that_paid_is_soon_followed_by_another() -> None:
     """Luck costs one more probe, and nothing else: the next comes as late as it would have."""
     probing = Probing()
     gaps(probing, 7)
@@ -115,7 +115,7 @@ def test_a_probe_that_has_paid_is_soon_followed_by_one_more() -> None:
     assert gaps(probing, 2) == [8, 16]
 
 
-def test_trees_that_draft_ahead_has_grown_count_as_trees_without_a_step() -> None:
+def test_trees_grown_ahead_count_as_trees_without_a_step() -> None:
     """Left out, every third of them made trees seem half as dear again as they are."""
     stats = RoundStats()
     assert stats.num_steps is None, "nothing is known of trees"
@@ -150,13 +150,13 @@ def everything(tree: Tree) -> np.ndarray:
     return np.ones(len(tree), np.bool_)
 
 
-def test_a_draft_is_taken_at_its_word_before_anything_is_known() -> None:
+def test_a_drafts_probabilities_are_trusted_before_anything_is_learnt() -> None:
     tree = chain(0.9, 0.5, 0.2)
     assert AcceptanceModel().conditional(tree) == pytest.approx([1.0, 0.9, 0.5, 0.2], rel=1e-5)
     assert AcceptanceModel().values(tree) == pytest.approx([1.0, 0.9, 0.45, 0.09], rel=1e-5)
 
 
-def test_what_a_draft_overstates_is_learnt() -> None:
+def test_overconfidence_of_a_draft_is_learnt() -> None:
     """400 rounds of chains: P(accepted) = sigmoid(0.5 logit(q) - 1); found within 0.06 at every q that occurs."""
     model, rng = AcceptanceModel(), np.random.default_rng(1)
     for _ in range(400):

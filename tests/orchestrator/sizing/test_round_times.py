@@ -38,7 +38,7 @@ def outcome(
     return RoundOutcome(10, [7], result, grown, 5 * MS, 5 * MS, timings)
 
 
-def test_nothing_is_expected_of_a_target_that_has_sent_no_curve() -> None:
+def test_nothing_is_predicted_for_a_target_without_a_curve() -> None:
     times, unknown = RoundTimes(), situation(target=WorkerFacts("t", "t", 64, None))
     times.note(unknown)
     assert times.load(unknown) is None
@@ -66,7 +66,7 @@ def test_the_seconds_of_a_round_outside_its_sweep_are_learnt() -> None:
     assert (without.draft, without.network) == (0.0, pytest.approx(0.005))
 
 
-def test_the_error_of_a_curve_is_not_counted_as_time_outside_the_sweep() -> None:
+def test_a_curves_error_does_not_count_as_time_outside_the_sweep() -> None:
     """Sweeps take twice what the target says: of that no tree would be smaller or larger for long."""
     times, made = RoundTimes(), outcome()
     sweep_ns = made.timings.target_ns
@@ -82,7 +82,7 @@ def test_the_error_of_a_curve_is_not_counted_as_time_outside_the_sweep() -> None
     assert load.fixed_seconds == pytest.approx(0.005 + 0.002)
 
 
-def test_draft_steps_are_expected_to_take_as_long_as_before_and_prompts_are_not_counted() -> None:
+def test_draft_steps_are_predicted_by_recent_ones_without_prompts() -> None:
     times = RoundTimes()
     times.note(facts())
     first = times.draft_seconds(facts(), RoundStats())
@@ -96,7 +96,7 @@ def test_draft_steps_are_expected_to_take_as_long_as_before_and_prompts_are_not_
     assert times.draft_seconds(facts(), RoundStats(num_steps=5.0)) == pytest.approx(5 * 0.030 + 0.005, rel=1e-3)
 
 
-def test_other_sessions_rows_and_tokens_count_while_they_are_there() -> None:
+def test_other_sessions_rows_and_tokens_count_while_they_run() -> None:
     times = RoundTimes()
     for _ in range(8):
         times.observe(facts(3), outcome(rows=50, trees=3))
@@ -126,7 +126,7 @@ def test_sessions_of_other_orchestrators_count_while_they_share_sweeps() -> None
     assert (load.other_rows, load.num_trees) == (0, 1)
 
 
-def test_rows_that_were_left_out_and_contexts_are_no_others() -> None:
+def test_rows_left_out_and_contexts_do_not_count_as_other_sessions() -> None:
     times = RoundTimes()
     for _ in range(8):
         made = outcome(rows=46, trees=2)  # 30 of another session; of 10 nodes 4 were left out, 10 of context beside
@@ -137,7 +137,7 @@ def test_rows_that_were_left_out_and_contexts_are_no_others() -> None:
 
 
 @pytest.mark.parametrize(("queue", "is_free"), [(0, False), (250, False), (400, True), (900, True)])
-def test_who_waits_for_more_than_a_quarter_of_a_sweep_drafts_for_nothing(queue: int, is_free: bool) -> None:
+def test_drafting_is_free_for_a_session_that_waits_for_a_quarter_of_a_sweep(queue: int, is_free: bool) -> None:
     """Sessions take turns then. A sweep with the others' rows takes a second and a tenth."""
     times = RoundTimes()
     for _ in range(8):
@@ -151,7 +151,7 @@ def test_who_waits_for_more_than_a_quarter_of_a_sweep_drafts_for_nothing(queue: 
         assert free == pytest.approx(drafting + 0.9 * (queue / 1000 - 0.25 * CURVE(11)), rel=0.01)
 
 
-def test_a_verdict_of_several_sweeps_says_nothing_of_one() -> None:
+def test_a_verdict_of_several_sweeps_is_not_learnt_from() -> None:
     times = RoundTimes()
     made = outcome(rows=400, trees=9, beside=5000)
     several = replace(made, result=replace(made.result, timings=replace(made.result.timings, num_passes=3)))
@@ -164,7 +164,7 @@ def test_a_verdict_of_several_sweeps_says_nothing_of_one() -> None:
     assert load.fixed_seconds < 0.1
 
 
-def test_prompts_that_are_read_together_are_not_expected_again() -> None:
+def test_prompts_read_together_are_not_expected_again() -> None:
     times = RoundTimes()
     times.observe(facts(16, num_context=300), outcome(rows=4000, trees=16, queue=900))
     load = times.load(facts(16))
@@ -188,7 +188,7 @@ def test_a_change_of_the_network_is_followed_within_five_rounds() -> None:
 STEADY = CostCurve((1, 64), (1.0, 2.0))
 
 
-def test_a_median_is_followed_after_four_and_moved_by_no_single_one() -> None:
+def test_a_median_is_followed_after_four_samples_and_not_moved_by_one() -> None:
     recent = RecentMedian(0.25)
     assert recent.median == 0.25
     for _ in range(NUM_RECENT):
@@ -200,7 +200,7 @@ def test_a_median_is_followed_after_four_and_moved_by_no_single_one() -> None:
     assert recent.median == 3.0
 
 
-def test_a_reported_curve_holds_until_the_next() -> None:
+def test_a_reported_curve_is_used_until_the_next() -> None:
     times = WorkerTimes()
     times.update("w", STEADY)
     assert times.curve == STEADY
@@ -210,7 +210,7 @@ def test_a_reported_curve_holds_until_the_next() -> None:
     assert times.curve == later
 
 
-def test_a_draft_step_is_as_long_as_steps_have_been_to_what_the_curve_says() -> None:
+def test_a_draft_step_is_predicted_by_the_curve_and_recent_steps() -> None:
     times = WorkerTimes()
     assert times.step_seconds == 0.0
     times.update("d", STEADY)

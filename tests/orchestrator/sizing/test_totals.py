@@ -40,7 +40,7 @@ def decision(number: int = 1, draft_id: str = "d", expected_tokens: float = 2.0,
     )
 
 
-def test_rounds_come_back_in_order_those_of_the_last_session_where_none_is_named() -> None:
+def test_rounds_are_returned_in_order_by_default_those_of_the_last_session() -> None:
     log = DecisionLog()
     for number in (1, 2, 3):
         log.add(ScopedId("a"), decision(number))
@@ -82,7 +82,7 @@ def test_calibrations_are_means_by_draft_worker() -> None:
     assert (other.num_rounds, other.expected_tokens, other.realised_tokens) == (1, 1.5, 1.0)
 
 
-def test_old_rounds_count_for_less() -> None:
+def test_old_rounds_have_less_weight() -> None:
     log = DecisionLog()
     for tokens in (1, 9):
         for _ in range(300):
@@ -94,7 +94,7 @@ def test_old_rounds_count_for_less() -> None:
 
 
 @pytest.mark.parametrize("without", ["draft", "tree", "prediction"])
-def test_rounds_in_which_nothing_was_predicted_of_a_draft_are_no_part_of_it(without: str) -> None:
+def test_rounds_without_a_prediction_for_a_draft_do_not_count_for_it(without: str) -> None:
     log, entry = DecisionLog(), decision()
     if without == "draft":
         entry.draft_id = ""
@@ -120,7 +120,7 @@ def counted(counter: AcceptanceCounter, scheme: Scheme = Scheme.TARGET) -> Schem
     return counts
 
 
-def test_every_node_that_was_walked_through_counts_once() -> None:
+def test_every_visited_node_counts_once() -> None:
     """0 has 1, 2, 3; 2 has 4, 5; 5 has 6: the walk goes by the second of three, the second of two, and ends."""
     counter = AcceptanceCounter(FOREVER)
     counter.observe(Scheme.TARGET, tree(0, 0, 0, 2, 2, 5), (2, 5))
@@ -138,7 +138,7 @@ def test_nodes_without_children_and_trees_without_guesses_do_not_count() -> None
     assert counted(counter) == SchemeAcceptance(Scheme.TARGET, 1, (DepthCounts((0, 1), (0, 0)),))
 
 
-def test_rank_is_the_place_among_siblings_wherever_they_stand() -> None:
+def test_rank_is_the_position_among_siblings() -> None:
     """Best-first trees list siblings among others' children."""
     counter = AcceptanceCounter(FOREVER)
     counter.observe(Scheme.TARGET, tree(0, 1, 0, 1, 0), (5,))
@@ -148,7 +148,7 @@ def test_rank_is_the_place_among_siblings_wherever_they_stand() -> None:
     assert by_depth == (DepthCounts((1, 0, 1), (0, 0, 1)), DepthCounts((0, 1, 0), (0, 0, 0)))
 
 
-def test_what_was_added_to_a_sample_is_no_rank_of_it() -> None:
+def test_nodes_added_to_a_sample_have_no_rank_in_it() -> None:
     """One of two children was drawn; the target took the other."""
     counter = AcceptanceCounter(FOREVER)
     added = replace(tree(0, 0), draws=np.array([1], np.int32))
@@ -157,7 +157,7 @@ def test_what_was_added_to_a_sample_is_no_rank_of_it() -> None:
     assert counted(counter, Scheme.WITHOUT_REPLACEMENT).depths == (DepthCounts((1,), (1,)),)
 
 
-def test_schemes_are_counted_apart() -> None:
+def test_schemes_are_counted_separately() -> None:
     counter = AcceptanceCounter(FOREVER)
     counter.observe(Scheme.TARGET, tree(0), (1,))
     counter.observe(Scheme.WITHOUT_REPLACEMENT, tree(0), ())
@@ -177,7 +177,7 @@ def test_old_rounds_are_forgotten() -> None:
     assert counted(counter).num_rounds == 23 * HALF_LIFE_ROUNDS
 
 
-def test_what_is_deeper_or_wider_than_the_table_is_counted_at_its_edge() -> None:
+def test_nodes_beyond_the_tables_depth_or_width_are_counted_at_its_edge() -> None:
     counter = AcceptanceCounter(FOREVER)
     chain = tree(*range(NUM_DEPTHS + 2))
     counter.observe(Scheme.TARGET, chain, tuple(range(1, NUM_DEPTHS + 3)))

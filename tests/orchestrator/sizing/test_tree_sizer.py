@@ -33,7 +33,7 @@ SURE = (0.97, 0.01)  # what a draft says of its guesses
 @pytest.mark.parametrize(
     ("sweep", "least", "most"), [(FLAT, 64, 64), (CostCurve((1, 320, 321, 1025), (2.0, 2.0, 2.02, 16.1)), 257, 320)]
 )
-def test_trees_fill_a_sweep_to_its_knee_and_go_no_further(sweep: CostCurve, least: int, most: int) -> None:
+def test_trees_fill_a_sweep_up_to_its_knee(sweep: CostCurve, least: int, most: int) -> None:
     """Up to the knee rows take as long as one; each further one takes a hundredth of that, and is worth less."""
     rounds = MadeRounds(sweep=sweep).play(40)
     assert all(least <= played.num_nodes <= most for played in rounds[10:])
@@ -46,7 +46,7 @@ def test_padding_is_filled() -> None:
 
 
 @pytest.mark.slow
-def test_where_every_row_costs_trees_are_small_and_no_fixed_size_is_clearly_faster() -> None:
+def test_if_every_row_costs_trees_are_small_and_no_fixed_size_is_clearly_faster() -> None:
     """The same texts at every size; 4 nodes are found from the prior's 6. Each fixed size has depths to choose from."""
     ours = seconds_per_token(MadeRounds(sweep=STEEP).play(400))
     sizes = [BestFirst(nodes, max(1, nodes // 2), depth) for nodes in (2, 3, 4, 6, 8, 16) for depth in (1, 2, 3, 5)]
@@ -55,7 +55,7 @@ def test_where_every_row_costs_trees_are_small_and_no_fixed_size_is_clearly_fast
     assert ours < 0.8 * fixed[BestFirst(16, 8, 5)]
 
 
-def test_a_draft_that_is_sure_and_wrong_is_given_up_within_four_rounds() -> None:
+def test_an_overconfident_wrong_draft_is_given_up_within_four_rounds() -> None:
     """Each row costs, so each tree does. What is tried later is small and seldom."""
     rounds = MadeRounds(sweep=STEEP, claimed=SURE, true=WRONG).play(300)
     assert all(played.num_nodes == 1 for played in rounds[4:9])
@@ -69,7 +69,7 @@ def test_a_draft_that_is_sure_and_wrong_is_given_up_within_four_rounds() -> None
     assert seconds_per_token(rounds) < 1.03 * plain
 
 
-def test_a_draft_that_has_become_good_is_taken_up_again() -> None:
+def test_a_draft_that_has_become_good_is_used_again() -> None:
     world = MadeRounds(sweep=STEEP, claimed=SURE, true=WRONG)
     assert world.play(40)[-1].decision.mode in (Mode.LOOKUP, Mode.PROBE)
     world.true = (0.95, 0.01)
@@ -81,13 +81,13 @@ def test_a_draft_that_has_become_good_is_taken_up_again() -> None:
     assert mean_nodes(again[-20:]) > 3
 
 
-def test_a_draft_whose_steps_take_longer_than_sweeps_is_left_out() -> None:
+def test_a_draft_whose_steps_take_longer_than_sweeps_is_not_used() -> None:
     slow = CostCurve((1, 65), (1.5, 1.6))
     rounds = MadeRounds(step=slow).play(60)
     assert sum(played.plan.asks_draft for played in rounds[10:]) <= 4
 
 
-def test_sizes_do_not_flap_under_noise() -> None:
+def test_sizes_are_stable_under_noise() -> None:
     """Sweeps vary by 20 %, and a draft's tree is worth within 2 % of none: it is decided once or twice, not each time.
 
     A draft step takes so long that a tree of two nodes, right in 0.3 of rounds, gains about what it costs.
@@ -141,7 +141,7 @@ def test_drafting_is_free_while_another_sweep_runs() -> None:
     assert alone.seconds == 0.0
 
 
-def test_dearer_steps_make_shallower_trees() -> None:
+def test_more_expensive_steps_make_shallower_trees() -> None:
     depths = [
         MadeRounds(step=STEP.scaled(factor)).play(60)[-1].drafted.depths().max() for factor in (0.1, 1.0, 5.0, 20.0)
     ]
@@ -157,7 +157,7 @@ def test_a_target_that_has_become_steep_is_followed_within_five_rounds() -> None
     assert all(played.num_nodes <= 16 for played in world.play(10)[5:])
 
 
-def test_better_guesses_make_larger_trees_where_rows_cost() -> None:
+def test_better_guesses_make_larger_trees_if_rows_cost() -> None:
     sizes = [
         mean_nodes(MadeRounds(sweep=STEEP, claimed=q, true=q).play(200)[50:]) for q in ((0.3, 0.1), GOOD, (0.9, 0.05))
     ]
@@ -176,7 +176,7 @@ def test_predicted_tokens_and_seconds_agree_with_the_measured_ones() -> None:
 
 
 @pytest.mark.parametrize("sizer", [new_sizer(), TreeSizer(DEFAULT, 24, 64)])
-def test_a_round_whose_session_was_forgotten_meanwhile_goes_on(sizer: Sizer) -> None:
+def test_a_round_continues_if_its_session_was_forgotten_meanwhile(sizer: Sizer) -> None:
     """A stream that was taken over ends late, and has the session forgotten in the middle of the other's round."""
     here = situation()
     sizer.plan(here)

@@ -31,7 +31,7 @@ def values_of(sizer: TreeSizer, name: str = "s") -> list[float]:
     return pending.values.tolist()
 
 
-def test_rounds_without_a_drafted_tree_teach_nothing_about_its_guesses() -> None:
+def test_rounds_without_a_drafted_tree_are_not_learnt_from() -> None:
     """Whether the draft fails or the request wants no tree: trees are then what they were before."""
     world = MadeRounds(sweep=STEEP)
     before_rounds = world.play(60)
@@ -46,7 +46,7 @@ def test_rounds_without_a_drafted_tree_teach_nothing_about_its_guesses() -> None
     assert world.play(1)[0].num_nodes == before_rounds[-1].num_nodes
 
 
-def test_nodes_that_the_target_left_out_are_missing_and_not_rejected() -> None:
+def test_nodes_that_the_target_left_out_count_as_missing_and_not_as_rejected() -> None:
     """The target has chosen no other child of the root; whether what is below the chosen one was right is not known."""
     tree = Tree.of([ROOT, 0, 0, 0], [-1, 0, 1, 2], [0.0, -0.2, -0.2, -0.2])
     fixed = Speculation(growth=StaticShape.chains(1, 3))
@@ -61,7 +61,7 @@ def test_nodes_that_the_target_left_out_are_missing_and_not_rejected() -> None:
     assert whole[3] > 0.8
 
 
-def test_guesses_that_are_never_right_are_expected_less_often_and_looked_up_ones_apart_from_the_drafts() -> None:
+def test_guesses_that_are_never_right_get_a_lower_probability_separately_for_draft_and_lookup() -> None:
     """Their probabilities come from elsewhere and stay as they are."""
     sure = Tree.of([ROOT, 1, 2], [-1, 0, 1], [0.0, -0.2, -0.2])
     world = MadeRounds(true=(), draft_fails=True)
@@ -83,7 +83,7 @@ def expected_tokens(world: MadeRounds, looked_up: Tree, session_id: str = "s") -
     return decision.expected_tokens
 
 
-def test_a_session_that_moves_to_other_models_begins_anew_and_back_again_knows_its_pair() -> None:
+def test_a_session_that_moves_to_other_models_starts_again_and_remembers_its_pair_when_it_returns() -> None:
     world = MadeRounds(sweep=STEEP, claimed=SURE, true=WRONG)
     assert world.play(30)[-1].decision.mode is Mode.LOOKUP
     other = WorkerFacts("other", "other model", 1024, STEEP)
@@ -96,7 +96,7 @@ def test_a_session_that_moves_to_other_models_begins_anew_and_back_again_knows_i
     assert back.decision.mode is Mode.LOOKUP, "of that one it is"
 
 
-def test_another_worker_of_the_same_models_is_believed_as_the_first_was() -> None:
+def test_another_worker_of_the_same_models_inherits_what_was_learnt() -> None:
     world = MadeRounds(sweep=STEEP, claimed=SURE, true=WRONG)
     world.play(30)
     same = WorkerFacts("another worker", "target", 1024, STEEP)
@@ -119,7 +119,7 @@ def test_a_round_without_a_draft_ends_nothing() -> None:
     assert again.expected_tokens == pytest.approx(before.expected_tokens, abs=0.5), "what it has learnt is still known"
 
 
-def test_guesses_at_another_temperature_are_learnt_apart() -> None:
+def test_guesses_at_another_temperature_are_learnt_separately() -> None:
     world = MadeRounds(sweep=STEEP, claimed=SURE, true=WRONG)
     world.play(30)
     played = world.round(replace(world.base, session_id="other", temperature=0.8))
@@ -127,7 +127,7 @@ def test_guesses_at_another_temperature_are_learnt_apart() -> None:
     assert played.decision.mode is Mode.DRAFT
 
 
-def test_a_new_session_begins_with_what_others_have_taught() -> None:
+def test_a_new_session_starts_with_what_others_have_learnt() -> None:
     world = MadeRounds(sweep=STEEP)
     learnt = mean_nodes(world.play(100)[50:])
     first = world.round(replace(world.base, session_id="new"))
@@ -148,7 +148,7 @@ def test_sessions_keep_their_own_acceptance() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_kept_is_bounded() -> None:
+def test_memory_of_the_sizer_is_limited() -> None:
     """Two thousand sessions, each at workers and of models of its own; a tenth of them are never ended."""
     sizer = new_sizer()
     world = MadeRounds(sizer, sweep=STEEP)
@@ -171,7 +171,7 @@ def test_what_is_kept_is_bounded() -> None:
     assert not sizer._pending
 
 
-def test_a_round_that_is_planned_twice_or_ends_after_its_session_does_no_harm() -> None:
+def test_a_round_planned_twice_or_ended_after_its_session_does_no_harm() -> None:
     """A round whose verifying fails is never observed; an answer may come when the request has gone."""
     world = MadeRounds()
     world.sizer.plan(world.base)
@@ -185,7 +185,7 @@ def test_a_round_that_is_planned_twice_or_ends_after_its_session_does_no_harm() 
     assert len(world.log.of(ScopedId("s"))) == 1
 
 
-def test_decisions_say_what_was_decided_expected_and_found() -> None:
+def test_decisions_contain_plan_prediction_and_result() -> None:
     world = MadeRounds(sweep=STEEP, network=0.02)
     played = world.play(60)[-1]
     decision = played.decision
@@ -207,6 +207,6 @@ def test_decisions_say_what_was_decided_expected_and_found() -> None:
     assert calibration.expected_seconds == pytest.approx(calibration.realised_seconds, rel=0.1)
 
 
-def test_a_first_tree_is_that_of_a_good_draft() -> None:
+def test_a_first_tree_is_sized_for_a_good_draft() -> None:
     """The first tree of a pair of which nothing is known is as large as one that is guessed well."""
     assert MadeRounds(claimed=GOOD).play(1)[0].num_nodes == 64

@@ -90,7 +90,7 @@ def test_rounds_are_reported_under_the_names_of_vllm_and_of_the_sizer() -> None:
     assert values["bough_sizer_plan_seconds_sum"] == pytest.approx(0.0003)
 
 
-def test_requests_are_reported_with_their_waits_and_how_they_ended() -> None:
+def test_requests_are_reported_with_their_waits_and_results() -> None:
     totals, now = RequestTotals(), [100.0]
     watch = RequestWatch(totals, lambda: now[0])
     timings, speculation = RoundTimings(), SpeculationMetrics(2, 8, 2, 2.5, (0, 2), num_degraded_rounds=1)
@@ -150,7 +150,7 @@ def test_an_orchestrator_without_requests_reports_zeros() -> None:
     assert set(values.values()) == {0.0}
 
 
-def test_numbers_are_tallied_with_the_smallest_bound_that_they_do_not_pass() -> None:
+def test_numbers_are_counted_at_the_smallest_bound_above_them() -> None:
     tally = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 2.5):
         tally.add(value)
@@ -158,7 +158,7 @@ def test_numbers_are_tallied_with_the_smallest_bound_that_they_do_not_pass() -> 
     assert tally.total == 7.5
 
 
-def test_the_deepest_levels_count_as_one() -> None:
+def test_the_deepest_levels_are_counted_together() -> None:
     totals = RoundTotals()
     totals.add(a_round(Mode.DRAFT, sent=200, tokens=MAX_POSITIONS + 3))
     assert totals.accepted_by_position == [1] * (MAX_POSITIONS - 1) + [3]
@@ -174,7 +174,7 @@ def outcome_of(num_nodes: int, tokens: Sequence[int]) -> RoundOutcome:
     return RoundOutcome(num_nodes, tokens, result, None, 0, 0, RoundTimings(total_ns=10**9, target_ns=10**9))
 
 
-def test_a_measured_sizer_decides_as_the_sizer_does_and_adds_up() -> None:
+def test_a_measured_sizer_decides_like_the_sizer_and_adds_up() -> None:
     """And a round that was never planned is no round."""
     own, measured = (TreeSizer(BestFirst(8, 4, 3), 4) for _ in range(2))
     sizer = MeasuredSizer(measured)
@@ -220,7 +220,7 @@ def test_faults_of_a_request_are_counted_while_it_runs() -> None:
 
 
 @pytest.mark.parametrize("error", [GeneratorExit(), asyncio.CancelledError()])
-def test_a_request_that_is_left_was_aborted_unless_it_had_ended(error: BaseException) -> None:
+def test_an_abandoned_request_was_aborted_unless_it_had_ended(error: BaseException) -> None:
     totals = RequestTotals()
     left, ended = RequestWatch(totals), RequestWatch(totals)
     left.failed(error)

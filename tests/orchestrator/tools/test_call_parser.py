@@ -120,7 +120,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("format_name", "text", "expected"), TEXTS)
-def test_calls_are_found_in_whatever_pieces_a_text_comes(format_name: str, text: str, expected: Read) -> None:
+def test_calls_are_found_however_the_text_is_divided(format_name: str, text: str, expected: Read) -> None:
     assert read(format_name, [text]) == expected
     assert read(format_name, list(text)) == expected
     for size in (2, 3, 7):
@@ -136,7 +136,7 @@ OBJECTS = st.dictionaries(st.text(max_size=4), JSON, max_size=3)
 
 
 @given(st.sampled_from([*KNOWN][:4]), OBJECTS, st.booleans(), st.lists(st.integers(0, 200), max_size=4))
-def test_arguments_come_out_as_they_were_written(
+def test_arguments_are_returned_as_written(
     format_name: str, arguments: dict[str, object], is_ascii: bool, cuts: list[int]
 ) -> None:
     known = KNOWN[format_name]
@@ -154,7 +154,7 @@ VALUES = st.dictionaries(st.sampled_from("sno"), st.text(max_size=9).filter(lamb
 
 
 @given(st.sampled_from([*KNOWN][4:8]), VALUES, st.lists(st.integers(0, 200), max_size=4))
-def test_texts_between_tags_come_out_as_they_were_written(name: str, texts: dict[str, str], cuts: list[int]) -> None:
+def test_texts_between_tags_are_returned_as_written(name: str, texts: dict[str, str], cuts: list[int]) -> None:
     known = KNOWN[name]
     tags = known.syntax
     assert isinstance(tags, TaggedSyntax)
@@ -176,13 +176,13 @@ FRAGMENTS = [
 
 
 @given(st.sampled_from([*KNOWN]), st.lists(st.sampled_from(FRAGMENTS), max_size=12))
-def test_what_is_told_of_a_text_does_not_depend_on_its_pieces(format_name: str, pieces: list[str]) -> None:
+def test_parsing_does_not_depend_on_how_the_text_is_divided(format_name: str, pieces: list[str]) -> None:
     whole = read(format_name, ["".join(pieces)])
     assert read(format_name, pieces) == whole
     assert read(format_name, list("".join(pieces))) == whole
 
 
-def test_a_name_that_is_nested_too_deeply_is_text() -> None:
+def test_a_name_nested_too_deeply_is_text() -> None:
     """Python's reader of JSON calls itself for each bracket: its RecursionError ended the request."""
     text = '<tool_call>{"name": ' + "[" * 9000 + "]" * 9000 + "}</tool_call>"
     assert read("hermes", [text]) == Read(text, [], False)

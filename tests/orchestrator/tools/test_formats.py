@@ -41,7 +41,7 @@ TWO, WORD = '{"name": "count", "arguments": {"n": 2}}', '{"name": "count", "argu
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_the_format_of_calls_follows_from_the_template_unless_one_is_named(name: str) -> None:
+def test_the_format_of_calls_follows_from_the_template_unless_it_is_named(name: str) -> None:
     template, known = ChatTemplate(TEMPLATES[name], "", ""), KNOWN[name]
     assert format_of("auto", template) is format_of(known.name, template) is known
     assert format_of("hermes", template).name == "hermes"
@@ -60,7 +60,7 @@ def test_the_format_of_calls_follows_from_the_template_unless_one_is_named(name:
 @pytest.mark.slow
 @pytest.mark.parametrize("has_tokens", [True, False])
 @pytest.mark.parametrize("name", KNOWN)
-async def test_a_demand_for_calls_allows_nothing_else(name: str, has_tokens: bool) -> None:
+async def test_required_calls_allow_nothing_else(name: str, has_tokens: bool) -> None:
     model = model_of(name, has_tokens=has_tokens)
     grammar, _ = await model.form(MUST)
     for text, is_allowed in (
@@ -99,7 +99,7 @@ FORMS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
-async def test_what_is_no_call_has_the_form_that_is_asked_for(name: str) -> None:
+async def test_text_without_a_call_follows_the_requested_format(name: str) -> None:
     model = model_of(name)
     for constraint, right, wrong in FORMS:
         grammar, _ = await model.form(STRICT, constraint=constraint)
@@ -118,7 +118,7 @@ async def test_what_is_no_call_has_the_form_that_is_asked_for(name: str) -> None
 
 @pytest.mark.parametrize("has_tokens", [True, False])
 @pytest.mark.parametrize("name", KNOWN)
-async def test_strict_functions_are_called_as_they_must_be_where_the_model_decides(name: str, has_tokens: bool) -> None:
+async def test_strict_functions_follow_their_schema_if_the_model_decides(name: str, has_tokens: bool) -> None:
     model = model_of(name, has_tokens=has_tokens)
     assert (await model.form(TOOLS))[0] == "", "free"
     grammar, _ = await model.form(STRICT)
@@ -141,7 +141,7 @@ async def test_strict_functions_are_called_as_they_must_be_where_the_model_decid
 
 
 @pytest.mark.parametrize("name", KNOWN)
-async def test_marks_that_text_leaves_out_reach_the_parser(name: str) -> None:
+async def test_marks_left_out_of_the_text_reach_the_parser(name: str) -> None:
     """Special tokens are part of the text only where they are a mark; others are left out as ever."""
     model = model_of(name)
     _, shown = await model.form(TOOLS)
@@ -159,7 +159,7 @@ async def test_marks_that_text_leaves_out_reach_the_parser(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_templates_are_given_tools_calls_and_answers(name: str) -> None:
+def test_templates_receive_tools_calls_and_results(name: str) -> None:
     model = model_of(name)
     call, answer = ToolCall("call12345", "weather", '{"city":"Rome"}'), Message("tool", "Sunny.", (), "call12345")
     messages = (*QUESTION, Message("assistant", "", (call,)), answer)
@@ -174,7 +174,7 @@ def test_templates_are_given_tools_calls_and_answers(name: str) -> None:
     assert '"$ref": "#/$defs/N"' in text
 
 
-def test_an_id_that_comes_again_is_of_the_call_before_the_answer() -> None:
+def test_a_repeated_id_belongs_to_the_call_before_the_result() -> None:
     """Clients that send one request id in every turn get the same ids of calls in every turn."""
     model = model_of("mistral")
     messages = list(QUESTION)
@@ -187,7 +187,7 @@ def test_an_id_that_comes_again_is_of_the_call_before_the_answer() -> None:
     assert "count says. by count" in text
 
 
-def test_what_a_template_would_leave_out_is_refused() -> None:
+def test_input_that_a_template_would_leave_out_is_refused() -> None:
     tokens = Tokenizer(tokenizer_with(NO_TOOLS, []))
     call = ToolCall("a", "f", "{}")
     with pytest.raises(InvalidRequest, match=r"chat\.messages\[1\]\.tool_calls: must be left out, as this model's"):
@@ -202,7 +202,7 @@ def test_what_a_template_would_leave_out_is_refused() -> None:
         whole_prompt(ChatPrompt((*QUESTION, Message("assistant", "", (call, call)))), llama, 270)
 
 
-async def test_what_cannot_be_had_is_named() -> None:
+async def test_unsupported_requests_are_named() -> None:
     model = model_of("hermes")
     odd = replace(MUST, functions=(FUNCTIONS[0], Function("odd", '{"type": "object", "not": {}}')))
     with pytest.raises(InvalidRequest, match=r"^chat\.tools\[1\]\.function\.parameters: must .* Unimplemented keys"):

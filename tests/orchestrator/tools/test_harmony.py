@@ -115,7 +115,7 @@ def said(output: str, size: int = 0, **how: Any) -> tuple[Json, Json]:
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7])
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_messages_are_parted_whole_and_streamed_in_whatever_pieces_they_come(name: str, size: int) -> None:
+def test_messages_are_separated_however_the_text_is_divided(name: str, size: int) -> None:
     output, reasoning, content, call = OUTPUTS[name]
     whole, told = said(output, size, tools=TOOLS)
     assert (whole["reasoning"] or "", whole["content"] or "") == (reasoning, content)
@@ -137,7 +137,7 @@ def test_an_answer_that_the_prompt_has_begun_is_content_at_once(begun: str) -> N
     assert whole["choices"][0]["message"]["content"] == "4"
 
 
-def test_items_of_a_response_come_in_the_order_in_which_they_were_said() -> None:
+def test_items_of_a_response_keep_their_order() -> None:
     """However many tokens a round has."""
     output = f"{PLAN}{NEXT}{REASONING}{NEXT}{CALL}"
     fields = repeated(ResponseFields.model_validate({"input": "Hi"}), TOOLS)
@@ -186,7 +186,7 @@ async def test_a_required_call_allows_reasoning_and_a_call() -> None:
     assert not await allowed(call, replace(MUST, allowed=("count",)))
 
 
-async def test_where_the_model_decides_strict_functions_and_forms_are_followed() -> None:
+async def test_if_the_model_decides_strict_functions_and_formats_are_followed() -> None:
     assert (await form(TOOLS)).grammar == "", "free"
     call = CALL.removesuffix("<|call|>")
     for text, is_allowed in (
@@ -213,7 +213,7 @@ async def test_where_the_model_decides_strict_functions_and_forms_are_followed()
         )
 
 
-async def test_tools_are_refused_where_an_operator_names_only_one_of_the_two_parsers() -> None:
+async def test_tools_are_refused_if_only_one_of_the_two_parsers_is_configured() -> None:
     """What an answer calls would not be found, and its marks would be content."""
     for tool_format, reasoning in (("auto", None), ("hermes", Channels("assistant"))):
         with pytest.raises(InvalidRequest, match=r"^chat\.tools: must be .* openai goes with .* openai_gptoss alone"):
@@ -222,7 +222,7 @@ async def test_tools_are_refused_where_an_operator_names_only_one_of_the_two_par
         await output_form(untold, GenerateOptions(), model(), tool_format, reasoning)
 
 
-def test_the_template_gets_effort_tools_calls_reasoning_and_answers() -> None:
+def test_the_template_receives_effort_tools_calls_reasoning_and_results() -> None:
     assert format_of("auto", model().template) is format_of("openai", model().template) is HARMONY
     call, result = ToolCall("call_1", "weather", '{"city":"Rome"}'), Message("tool", "Sunny.", (), "call_1")
     said = (*QUESTION, Message("assistant", "", (call,), reasoning="Hm."), result)

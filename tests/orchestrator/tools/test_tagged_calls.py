@@ -66,7 +66,7 @@ def arguments_read(name: str, text: str, tools: Tools) -> Any:
 
 
 @pytest.mark.parametrize("name", TAGGED)
-async def test_arguments_follow_their_schema_and_are_read_as_they_were_meant(name: str) -> None:
+async def test_arguments_follow_their_schema_and_keep_their_types(name: str) -> None:
     tools = Tools((Function("f", json.dumps(SCHEMA)),), ToolChoice.REQUIRED)
     model = model_of(name)
     grammar, _ = await model.form(tools)
@@ -90,7 +90,7 @@ async def test_arguments_follow_their_schema_and_are_read_as_they_were_meant(nam
         ({"properties": {"a": {"enum": []}}}, "enum"),
     ],
 )
-async def test_what_tags_cannot_say_is_refused_by_name(schema: dict[str, Any], field: str) -> None:
+async def test_schemas_that_tags_cannot_express_are_refused_by_name(schema: dict[str, Any], field: str) -> None:
     """Only where it must be followed: otherwise the model's own calls are read as far as types are known."""
     function = Function("f", json.dumps({"type": "object"} | schema))
     with pytest.raises(InvalidRequest, match=rf"^chat\.tools\[0\]\.function\.parameters: must .*{field}"):
@@ -125,7 +125,7 @@ async def test_a_schema_whose_texts_could_not_be_read_back_is_refused(properties
         "[^^]$", "a/b", "[/]a", r"\\/", "[]^a]b", "b", "",
     ],
 )  # fmt: skip
-async def test_anchors_of_a_pattern_are_the_ends_of_the_text_wherever_they_stand(pattern: str) -> None:
+async def test_anchors_of_a_pattern_mark_the_ends_of_the_text(pattern: str) -> None:
     """Those within were taken for nothing, so that texts were drawn that do not match."""
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
     model = model_of("glm47")
@@ -136,7 +136,7 @@ async def test_anchors_of_a_pattern_are_the_ends_of_the_text_wherever_they_stand
         assert model.allows(grammar, called) == is_right, text
 
 
-def test_types_are_found_wherever_a_schema_has_them() -> None:
+def test_types_are_found_anywhere_in_a_schema() -> None:
     assert {key: argument_types(SCHEMA, key) for key in (*SCHEMA["properties"], "unknown")} == {
         "code": {"string"},
         "short": {"string"},
@@ -154,7 +154,7 @@ def test_types_are_found_wherever_a_schema_has_them() -> None:
     assert {argument_types({"properties": odd}, "a") for odd in odds} == {None}
 
 
-def test_a_schema_of_many_values_none_of_which_is_allowed_takes_no_time() -> None:
+def test_a_schema_with_many_forbidden_values_takes_no_time() -> None:
     """References multiply: 300 in each of three lists were 27 million empty enums, read on the event loop."""
     lists = {f"L{level}": {"anyOf": [{"$ref": f"#/$defs/L{level + 1}"}] * 300} for level in range(3)}
     schema = {"properties": {"a": {"$ref": "#/$defs/L0"}}, "$defs": lists | {"L3": {"enum": []}}}
