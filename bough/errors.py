@@ -18,6 +18,7 @@
     ├── DeadlineExceeded     the caller's deadline has passed, or it has stopped reading
     ├── Unavailable          a worker or the index does not answer
     │   ├── NoAnswer         a call ended without a reply: connection lost, or timeout
+    │   ├── RingLost         a member of a target's ring of stages, or a link between two, has failed
     │   ├── AcceleratorLost  a worker's device only returns errors; its process ends
     │   └── StreamError      weights could not be read
     ├── ConfigError          an invalid setting, found at start
@@ -148,6 +149,10 @@ class NoAnswer(Unavailable):
 
 class AcceleratorLost(Unavailable):
     """An accelerator is lost to this process."""
+
+
+class RingLost(Unavailable):
+    """An epoch of a target's ring is over; the text names the member that failed, and how."""
 
 
 class StreamError(Unavailable):

@@ -7,25 +7,30 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from bough.pb import draft_pb2, generation_pb2, target_pb2
+from bough.pb import draft_pb2, generation_pb2, stage_pb2, target_pb2
 
 ServicerContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # of any call
 
 DRAFT: ServiceDescriptor = draft_pb2.DESCRIPTOR.services_by_name["Draft"]
 GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
+STAGES: ServiceDescriptor = stage_pb2.DESCRIPTOR.services_by_name["Stages"]
 TARGET: ServiceDescriptor = target_pb2.DESCRIPTOR.services_by_name["Target"]
+
+
+def _kind(method: MethodDescriptor) -> str:
+    """What gRPC calls this kind of method, such as "unary_stream"."""
+    return "_".join("stream" if has else "unary" for has in (method.client_streaming, method.server_streaming))
 
 
 def stub_of(service: ServiceDescriptor, channel: Any) -> Any:
     """The methods of a service, by name, as calls over a channel of `grpc` or `grpc.aio`."""
     calls = {}
     for method in service.methods:
-        is_stream, path = method.server_streaming, f"/{service.full_name}/{method.name}"
-        calls[method.name] = (channel.unary_stream if is_stream else channel.unary_unary)(
-            path,
+        calls[method.name] = getattr(channel, _kind(method))(
+            f"/{service.full_name}/{method.name}",
             request_serializer=GetMessageClass(method.input_type).SerializeToString,
             response_deserializer=GetMessageClass(method.output_type).FromString,
             _registered_method=True,
@@ -45,7 +50,7 @@ def add_service(
     """
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:
-        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        make = getattr(grpc, f"{_kind(method)}_rpc_method_handler")
         if (answer := getattr(servicer, method.name, None)) is not None:
             handlers[method.name] = make(
                 answer,

@@ -39,6 +39,7 @@ STATUS_OF: dict[type[BoughError], grpc.StatusCode] = {
     errors.Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.AcceleratorLost: grpc.StatusCode.UNAVAILABLE,
+    errors.RingLost: grpc.StatusCode.UNAVAILABLE,
     errors.StreamError: grpc.StatusCode.UNAVAILABLE,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
 }
