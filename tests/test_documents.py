@@ -20,7 +20,7 @@ def name(document: Path) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_lead_to_existing_files(document: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
         assert "://" in link or (document.parent / link).exists(), link
 
@@ -32,27 +32,27 @@ def anchors(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_links_lead_to_headings(document: Path) -> None:
+def test_links_lead_to_existing_headings(document: Path) -> None:
     for file, anchor in re.findall(r"\]\(([^)#\s:]*)#([\w-]+)\)", document.read_text()):
         assert anchor in anchors(document.parent / file if file else document), anchor
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_tests_that_are_named_are_there(document: Path) -> None:
+def test_named_tests_exist(document: Path) -> None:
     """A guarantee is worth as much as the test that holds it."""
     for path in re.findall(r"\btests/[\w/]+(?:\.py)?", document.read_text()):
         assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_modules_that_are_named_are_there(document: Path) -> None:
+def test_named_modules_exist(document: Path) -> None:
     """By a path from the root or a room, or by the file's name alone."""
     for module in re.findall(r"`([\w/]+\.py)(?::[^`]*)?`", document.read_text()):
         assert any(path.endswith(f"/{module}") for path in MODULES), module
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_benchmarks_that_are_named_are_there(document: Path) -> None:
+def test_named_benchmarks_exist(document: Path) -> None:
     text = document.read_text()
     if document.parent == DECISIONS and OF_A_COMMIT.search(text):
         return
@@ -73,7 +73,7 @@ FLAGS = our_flags()
 
 
 @pytest.mark.parametrize("document", [each for each in DOCUMENTS if each.parent != DECISIONS], ids=name)
-def test_flags_that_are_named_are_there(document: Path) -> None:
+def test_named_flags_exist(document: Path) -> None:
     """Those that stand alone: within a command they may be another program's."""
     for flag in re.findall(r"`(--[a-z][\w-]*)", document.read_text()):
         assert {flag, flag.replace("--no-", "--", 1)} & FLAGS, flag

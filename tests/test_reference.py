@@ -50,7 +50,7 @@ def text_of(rounds: list[reference.Round]) -> list[int]:
     return [token for round_ in rounds for token in round_.tokens]
 
 
-def test_greedy_decoding_is_that_of_transformers(tiny: Path, target: Llama, draft: Llama) -> None:
+def test_greedy_decoding_equals_transformers(tiny: Path, target: Llama, draft: Llama) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     text = list(PROMPT)
     for _ in range(24):
@@ -74,14 +74,14 @@ async def test_reference_and_product_generate_the_same_tokens_with_any_tree(
             assert tokens == plain
 
 
-def test_noise_is_the_products() -> None:
+def test_noise_equals_the_products() -> None:
     logits = torch.zeros(300)
     perturbed = reference.perturbed(logits, temperature=1.0, seed=2**63 + 5, position=77)
     assert np.allclose(perturbed.numpy(), gumbel_noise(2**63 + 5, 77, 300), rtol=1e-12)
 
 
 @pytest.mark.parametrize(("budget", "width", "depth"), [(1, 1, 1), (8, 2, 8), (24, 8, 3), (40, 4, 6)])
-def test_a_tree_is_the_one_that_the_product_grows(draft: Llama, budget: int, width: int, depth: int) -> None:
+def test_a_tree_equals_the_products(draft: Llama, budget: int, width: int, depth: int) -> None:
     """The product's grower is given the reference's log-probabilities."""
     kv, other = KV(draft, 400), KV(draft, 400)
     expected = reference.grow(kv, PROMPT, 0.0, 0, budget, width, depth)
@@ -117,7 +117,7 @@ def test_the_best_shape_is_worth_as_much_as_the_products(budget: int) -> None:
     assert worth == pytest.approx(expected_tokens(products, acceptance))
 
 
-def test_sequoias_rule_accepts_as_often_as_the_products_says() -> None:
+def test_sequoias_rule_accepts_as_often_as_the_products() -> None:
     """Chance passes this bound once in a million runs."""
     target_probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
     draft_probs = torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25], dtype=torch.float64)
@@ -135,7 +135,7 @@ def test_sequoias_rule_accepts_as_often_as_the_products_says() -> None:
     assert fit(np.array([counts[token] for token in range(5)]), expected) > 1e-6
 
 
-def test_text_by_sequoias_scheme_has_the_targets_distribution(target: Llama, draft: Llama) -> None:
+def test_text_with_sequoias_scheme_has_the_targets_distribution(target: Llama, draft: Llama) -> None:
     """The first token of many runs, sharpened to few likely tokens; chance passes this bound once in a million runs."""
     random, shape = torch.Generator().manual_seed(3), reference.best_shape(reference.ACCEPTANCE, 6)
     kv, draft_kv = KV(target, 400), KV(draft, 400)
@@ -169,7 +169,7 @@ def test_a_tree_is_drawn_with_its_accepted_nodes() -> None:
         (["Hi", "--temperature", "-1"], "--temperature: must be at least 0, or above 0 with --sequoia, got -1.0"),
     ],
 )
-def test_wrong_options_are_named(
+def test_invalid_options_are_named(
     arguments: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["reference", *arguments])
@@ -180,7 +180,7 @@ def test_wrong_options_are_named(
 
 
 @pytest.mark.slow
-def test_the_command_prints_trees_and_the_text_of_plain_decoding(smollm: Path) -> None:
+def test_the_command_prints_trees_and_plain_decodings_text(smollm: Path) -> None:
     command = [sys.executable, "-m", "bough.reference", "The sky is blue because", "--max-tokens", "8"]
     outputs = [
         subprocess.run([*command, "--nodes", nodes], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -191,7 +191,7 @@ def test_the_command_prints_trees_and_the_text_of_plain_decoding(smollm: Path) -
     assert any("✓" in line for line in outputs[1])
 
 
-def test_sequoias_rule_survives_draws_that_only_rounding_allows() -> None:
+def test_sequoias_rule_handles_draws_that_only_rounding_allows() -> None:
     """At low temperatures the draft's probabilities underflow; the target's token is still drawn from what is left."""
     random = torch.Generator().manual_seed(1)
     target_probs, draft_probs = torch.tensor([0.3, 0.7, 0.0, 0.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])

@@ -166,7 +166,7 @@ def test_a_tree_grows_below_right_and_wrong_nodes(pair: SimulatedPair) -> None:
 
 
 @pytest.mark.parametrize(("min_gain", "least", "most"), [(0.0, 40, 40), (1.0, 2, 39), (50.0, 1, 1)])
-def test_the_price_of_a_step_bounds_a_simulated_tree(
+def test_the_price_of_a_step_limits_a_simulated_tree(
     pair: SimulatedPair, min_gain: float, least: int, most: int
 ) -> None:
     plan = TreePlan(BestFirst(40, 8, 6, min_gain=min_gain))
@@ -174,7 +174,7 @@ def test_the_price_of_a_step_bounds_a_simulated_tree(
     assert least <= len(tree) <= most
 
 
-def test_samples_of_a_greedy_request_are_the_best_in_their_order(pair: SimulatedPair) -> None:
+def test_samples_of_a_greedy_request_are_the_best_candidates_in_order(pair: SimulatedPair) -> None:
     plan = TreePlan(StaticShape.chains(3, 2), Scheme.WITHOUT_REPLACEMENT)
     tree = grown(pair, TurnedClock(), [grow_call([*range(300, 340)], plan=plan)])[0].tree
     best = grown(pair, TurnedClock(), [grow_call([*range(300, 340)], plan=TreePlan(StaticShape.chains(3, 2)))])[0].tree
@@ -182,7 +182,7 @@ def test_samples_of_a_greedy_request_are_the_best_in_their_order(pair: Simulated
     assert tree.draft_probs is not None
 
 
-async def test_calls_fail_while_the_profile_says_so(tmp_path: Path) -> None:
+async def test_calls_fail_during_the_profiles_failures(tmp_path: Path) -> None:
     failures = [{"worker": "target", "at_second": 10, "for_seconds": 5}]
     clock = TurnedClock()
     line, other = (Line(kind, pair_of(tmp_path, failures=failures).profile, clock) for kind in ("target", "draft"))
@@ -200,7 +200,7 @@ async def test_calls_fail_while_the_profile_says_so(tmp_path: Path) -> None:
     assert await call() == "answer"
 
 
-async def test_the_luck_of_the_nth_call_is_always_the_same(tmp_path: Path) -> None:
+async def test_the_nth_calls_outcome_is_deterministic(tmp_path: Path) -> None:
     profile = pair_of(tmp_path, failures=[{"worker": "draft", "probability": 0.3}], network={}).profile
 
     async def run() -> list[bool]:
@@ -218,7 +218,7 @@ async def test_the_luck_of_the_nth_call_is_always_the_same(tmp_path: Path) -> No
     assert 30 < sum(first) < 90
 
 
-async def test_a_call_that_hangs_waits_for_the_end_of_the_failure(tmp_path: Path) -> None:
+async def test_a_hanging_call_waits_for_the_end_of_the_failure(tmp_path: Path) -> None:
     hangs = [{"worker": "target", "kind": "hang", "for_seconds": 2}]
     clock = SimulatedClock(100.0)
     async with Line("target", pair_of(tmp_path, failures=hangs, network={}).profile, clock).crossed():

@@ -122,7 +122,7 @@ def expected(pair: SimulatedPair, events: list[Event], options: GenerateOptions)
 
 @pytest.mark.pipeline
 @pytest.mark.parametrize("way", WAYS)
-async def test_every_way_to_speculate_says_the_laws_text(client: Client, pair: SimulatedPair, way: str) -> None:
+async def test_every_speculation_gives_the_text_models_text(client: Client, pair: SimulatedPair, way: str) -> None:
     events = await events_of(client, WAYS[way])
     assert tokens_of(events) == expected(pair, events, WAYS[way])
     speculation = finished(events).speculation
@@ -135,7 +135,7 @@ async def test_every_way_to_speculate_says_the_laws_text(client: Client, pair: S
 
 
 @pytest.mark.pipeline
-async def test_a_text_that_may_end_ends_where_the_law_ends_it(client: Client, pair: SimulatedPair) -> None:
+async def test_a_text_that_may_end_ends_at_the_text_models_end(client: Client, pair: SimulatedPair) -> None:
     options = replace(SAMPLED, ignore_eos=False, max_tokens=1000, seed=4, speculation=Speculation(budget=16))
     events = await events_of(client, options)
     text = expected(pair, events, options)
@@ -146,7 +146,7 @@ async def test_a_text_that_may_end_ends_where_the_law_ends_it(client: Client, pa
 
 @pytest.mark.pipeline
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
-async def test_every_way_to_speculate_says_the_same_text_of_a_schema(client: Client, temperature: float) -> None:
+async def test_every_speculation_gives_the_same_text_with_a_schema(client: Client, temperature: float) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array"}}, "required": ["a", "b"]}
     texts, rates = set(), {}
     for way, options in WAYS.items():
@@ -163,7 +163,7 @@ async def test_every_way_to_speculate_says_the_same_text_of_a_schema(client: Cli
 
 
 @pytest.mark.pipeline
-async def test_sessions_at_once_each_say_their_own_text(client: Client, pair: SimulatedPair) -> None:
+async def test_concurrent_sessions_have_their_own_texts(client: Client, pair: SimulatedPair) -> None:
     options = [replace(SAMPLED, seed=seed) for seed in range(20, 28)]
     runs = await asyncio.gather(*(events_of(client, own) for own in options))
     for events, own in zip(runs, options, strict=True):
@@ -172,7 +172,7 @@ async def test_sessions_at_once_each_say_their_own_text(client: Client, pair: Si
 
 
 @pytest.mark.pipeline
-async def test_a_second_turn_and_a_common_beginning_are_not_computed_again(client: Client) -> None:
+async def test_a_second_turn_and_a_shared_prefix_are_not_computed_again(client: Client) -> None:
     long = TextPrompt("the same beginning of many prompts " * 12)
     first, second = [finished(await events_of(client, OPTIONS, long)).usage for _ in range(2)]
     assert second.cached_tokens > 0.8 * first.prompt_tokens
@@ -195,7 +195,7 @@ async def test_log_probabilities_come_from_the_text_model(client: Client) -> Non
 
 
 @pytest.mark.pipeline
-async def test_they_say_that_they_are_simulated(client: Client) -> None:
+async def test_workers_report_that_they_are_simulated(client: Client) -> None:
     workers = {worker.info.kind: worker for worker in (await client.server_info()).workers}
     for worker in workers.values():
         assert worker.problem == ""
@@ -237,7 +237,7 @@ async def test_another_target_of_the_profile_takes_over(folder: Path, pair: Simu
 
 
 @pytest.mark.pipeline
-async def test_workers_that_fail_now_and_then_cost_rounds_and_no_tokens(folder: Path, pair: SimulatedPair) -> None:
+async def test_workers_that_fail_sometimes_cost_rounds_and_no_tokens(folder: Path, pair: SimulatedPair) -> None:
     flaky = write_profile(
         folder, "flaky", failures=[{"worker": kind, "probability": 0.3} for kind in ("draft", "target")]
     )
@@ -249,7 +249,7 @@ async def test_workers_that_fail_now_and_then_cost_rounds_and_no_tokens(folder: 
 
 
 @pytest.mark.parametrize("package", ["target_worker", "draft_worker"])
-def test_they_load_neither_torch_nor_numba(package: str) -> None:
+def test_simulated_workers_load_neither_torch_nor_numba(package: str) -> None:
     """From the settings to a worker that has started: all that a process has loaded when it serves."""
     config = {"target_worker": "TargetConfig", "draft_worker": "DraftConfig"}[package]
     code = f"""
@@ -283,7 +283,7 @@ def test_workers_of_every_shipped_profile_start(name: str) -> None:
 
 
 @pytest.mark.parametrize("command", [["target_worker"], ["draft_worker"], ["bough.cli.main", "up"]])
-def test_a_profile_that_is_not_there_is_refused_with_those_that_are(command: list[str]) -> None:
+def test_an_unknown_profile_is_refused_with_the_known_ones(command: list[str]) -> None:
     ran = subprocess.run(
         [sys.executable, *MODULE, *command, "--simulate", "no-such"], capture_output=True, text=True, check=False
     )
@@ -293,7 +293,7 @@ def test_a_profile_that_is_not_there_is_refused_with_those_that_are(command: lis
     assert line == f"error: profile: {must}, got 'no-such': No such file or directory"
 
 
-def test_a_profile_with_a_field_that_does_not_fit_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_profile_with_an_invalid_field_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"target\.link_seconds: must be greater than or equal to 0, got -1"):
         simulated_pair(str(write_profile(tmp_path, target={"link_seconds": -1})))
 
@@ -304,7 +304,7 @@ def test_a_target_whose_kv_holds_no_session_does_not_start(tmp_path: Path) -> No
         SimulatedTarget(parse(TargetConfig, "t", ["--simulate", "p"], {}), "t", pair, SimulatedClock())
 
 
-def test_targets_take_over_from_their_like_alone(tmp_path: Path) -> None:
+def test_targets_only_take_over_from_equal_targets(tmp_path: Path) -> None:
     """What happens to a worker, or how fast its clock is, makes it no other target."""
     own = pair_of(tmp_path).fingerprint
     assert pair_of(tmp_path, name="other", failures=[{"worker": "target"}], clock_scale=1).fingerprint == own
@@ -334,7 +334,7 @@ def test_up_starts_both_workers_of_a_profile(tmp_path: Path, monkeypatch: pytest
         (["--kv-memory", "1GB"], "--kv-memory: must not be given .*, got 1GB"),
     ],
 )
-def test_up_refuses_flags_about_models_beside_a_profile(flags: list[str], message: str) -> None:
+def test_up_refuses_model_flags_with_a_profile(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings_from(argument_parser().parse_args(["up", "--simulate", "two-cores", *flags]))
 

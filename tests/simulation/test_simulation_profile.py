@@ -48,13 +48,13 @@ def changed(path: str, value: object) -> str:
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
-def test_every_shipped_profile_says_where_it_is_from(name: str) -> None:
+def test_every_shipped_profile_states_its_source(name: str) -> None:
     profile = load_profile(name)
     assert profile.source.startswith(("Measured", "Reckoned", "From"))
     assert profile.target.sweep_seconds(1) <= profile.target.sweep_seconds(64) <= profile.target.sweep_seconds(512)
 
 
-def test_the_profiles_that_were_promised_are_there() -> None:
+def test_all_documented_profiles_exist() -> None:
     wanted = "two-cores two-cores-resident rtx4090-70b-4bit rtx4090-70b-16bit l40-70b-16bit l40-70b-4bit"
     wanted += " a100-70b-16bit slow-disk all-resident mixture-of-experts"
     assert set(wanted.split()) <= set(shipped_profiles())
@@ -68,14 +68,14 @@ def test_a_sweep_takes_the_longer_of_link_and_padded_compute() -> None:
     assert target.sweep_seconds(1, Factors(link=3.0)) == pytest.approx(3.5)
 
 
-def test_a_curve_is_followed_and_goes_on() -> None:
+def test_a_curve_is_followed_and_extrapolated() -> None:
     content = json.loads(json.dumps(GOOD))
     content["target"] = {"compute_curve": [[1, 0.2], [8, 0.9], [16, 1.3]]}
     target = parse_profile(json.dumps(content)).target
     assert [round(target.sweep_seconds(rows), 6) for rows in (1, 4, 8, 12, 16, 24)] == [0.2, 0.5, 0.9, 1.1, 1.3, 1.7]
 
 
-def test_experts_are_read_as_rows_choose_them() -> None:
+def test_experts_are_read_if_rows_choose_them() -> None:
     experts = {"miss_seconds": 8.0, "num_experts": 4, "experts_per_token": 1}
     target = parse_profile(changed("target.experts", experts)).target
     assert target.sweep_seconds(1) == pytest.approx(1 + 2.0)
@@ -89,7 +89,7 @@ def test_a_step_serves_all_rows_and_a_call_crosses_the_network_twice() -> None:
     assert profile.network.call_seconds() == pytest.approx(0.05)
 
 
-def test_events_multiply_and_failures_come_and_go() -> None:
+def test_events_multiply_times_and_failures_end() -> None:
     content = json.loads(changed("events", [{"at_second": 5, "link": 2}, {"at_second": 8, "link": 3, "draft": 4}]))
     content["failures"] = [
         {"worker": "target", "at_second": 10, "for_seconds": 2},
@@ -108,7 +108,7 @@ def test_events_multiply_and_failures_come_and_go() -> None:
     assert profile.failure_at("draft", 1e6, 0.25) is None
 
 
-def test_jitter_keeps_the_mean_and_can_be_repeated() -> None:
+def test_jitter_keeps_the_mean_and_is_repeatable() -> None:
     values = [jittered(2.0, 0.3, random.Random(seed)) for seed in range(4000)]
     assert values[5] == jittered(2.0, 0.3, random.Random(5))
     # The mean's standard error is 2 x 0.3 / sqrt(4000) = 0.0095; five of them: one in 1.7 million seeds would fail.
@@ -205,13 +205,13 @@ def test_jitter_keeps_the_mean_and_can_be_repeated() -> None:
         ("acceptance.overconfidence", 0, "acceptance.overconfidence: must be greater than 0, got 0"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_name(path: str, value: object, said: str) -> None:
+def test_invalid_fields_are_refused_by_name(path: str, value: object, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_profile(changed(path, value))
     assert said in str(refused.value)
 
 
-def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_profile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="profile: invalid JSON: EOF"):
         parse_profile("{")
     with pytest.raises(ConfigError, match="profile: must be a JSON file, or one of a100"):

@@ -31,7 +31,7 @@ def assert_rates(ranks: np.ndarray, wanted: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.5, 0.95])
-def test_the_truth_stands_at_each_rank_as_often_as_the_vector_says(spread: float) -> None:
+def test_the_true_token_has_each_rank_as_often_as_the_vector_says(spread: float) -> None:
     assert_rates(true_ranks(published(spread), 7, np.arange(NUM)), np.array(LLAMA_3_CNN))
 
 
@@ -47,7 +47,7 @@ def test_positions_differ_and_their_mean_is_the_vector(vector: tuple[float, ...]
         assert (np.diff(levels, axis=1) <= 1e-12).all(), "ranks stay in order"
 
 
-def test_the_truth_is_a_function_of_seed_and_position() -> None:
+def test_true_tokens_depend_on_seed_and_position_only() -> None:
     model = published()
     whole = model.truth(3, np.arange(1000))
     parts = np.concatenate([model.truth(3, np.arange(begin, begin + 10)) for begin in range(0, 1000, 10)])
@@ -59,7 +59,7 @@ def test_the_truth_is_a_function_of_seed_and_position() -> None:
     assert whole[:5].tolist() == [663, 570, 443, 572, 590]  # the same in every process and version
 
 
-def test_candidates_are_the_same_whoever_asks_and_in_any_batch() -> None:
+def test_candidates_do_not_depend_on_the_batch() -> None:
     model = published(0.5)
     is_true = np.arange(60) % 3 > 0
     positions, salts = np.arange(60) + 100, np.arange(60) * 7
@@ -74,7 +74,7 @@ def test_candidates_are_the_same_whoever_asks_and_in_any_batch() -> None:
     np.testing.assert_array_equal(changed, ~is_true)  # on the true path it does not matter how it is told apart
 
 
-def test_candidates_are_distinct_and_hold_the_truth_where_the_law_says() -> None:
+def test_candidates_are_distinct_and_contain_the_true_token_at_its_rank() -> None:
     model = published(0.5)
     positions = np.arange(5000)
     truth = model.truth(5, positions)
@@ -88,7 +88,7 @@ def test_candidates_are_distinct_and_hold_the_truth_where_the_law_says() -> None
     assert wrong.tokens.min() >= FIRST_WORD
 
 
-def test_stated_probabilities_are_true_where_nothing_distorts_them() -> None:
+def test_stated_probabilities_are_true_without_distortion() -> None:
     model = published(0.6)
     positions = np.arange(NUM)
     stated = np.exp(model.candidates(9, np.ones(NUM, bool), positions).log_probs[:, 0].astype(float))
@@ -101,7 +101,7 @@ def test_stated_probabilities_are_true_where_nothing_distorts_them() -> None:
         assert abs(right[these].mean() - wanted) < 5 * error  # one in 1.7 million
 
 
-def test_overconfidence_makes_statements_bolder_and_changes_no_token() -> None:
+def test_overconfidence_raises_stated_probabilities_and_changes_no_token() -> None:
     plain, bold, shy = published(0.5), published(0.5, 2.0), published(0.5, 0.5)
     positions, is_true = np.arange(2000), np.ones(2000, bool)
     true, more, less = (model.candidates(1, is_true, positions) for model in (plain, bold, shy))
@@ -120,7 +120,7 @@ def test_a_hostile_draft_is_certain_and_always_wrong() -> None:
     assert expected_tokens_of(model.acceptance, 64, 8) == 1.0
 
 
-def test_a_law_by_depth_asks_how_deep_a_node_is() -> None:
+def test_acceptance_by_depth_depends_on_a_nodes_depth() -> None:
     model = model_of(kind="by_depth", vectors=[[0.9, 0.05], [0.4, 0.2]])
     positions = np.arange(NUM)
     assert_rates(true_ranks(model, 2, positions), np.array([0.9, 0.05]))
@@ -129,7 +129,7 @@ def test_a_law_by_depth_asks_how_deep_a_node_is() -> None:
     assert expected_tokens_of(model.acceptance, 3, 3) == pytest.approx(1 + 0.9 + 0.9 * 0.4)
 
 
-def test_a_drifting_law_goes_from_one_vector_to_the_other() -> None:
+def test_drifting_acceptance_moves_from_one_vector_to_the_other() -> None:
     model = model_of(kind="drifting", first=[0.8, 0.1], last=[0.2], over_positions=1000, spread=0.3)
     at = np.full(NUM, 500)
     ranks = np.concatenate([true_ranks(model, seed, np.arange(450, 551)) for seed in range(1000)])
@@ -139,14 +139,14 @@ def test_a_drifting_law_goes_from_one_vector_to_the_other() -> None:
     assert model.acceptance.acceptance(500)[0].tolist() == pytest.approx([0.5, 0.05])
 
 
-def test_expected_tokens_are_those_of_the_paper() -> None:
+def test_expected_tokens_equal_the_papers() -> None:
     measured = read_acceptance_model({"kind": "by_rank", "vector": [c / 667 for c in (423, 72, 38)]})
     assert expected_tokens_of(measured, 1, 8) == 1.0
     whole = AcceptanceModel("by_rank", (LLAMA_3_CNN,))
     assert expected_tokens_of(whole, 64, 64) == pytest.approx(5.9166, abs=1e-4)
 
 
-def test_text_ends_only_where_it_is_asked_to() -> None:
+def test_text_only_ends_if_an_end_rate_is_set() -> None:
     assert not (published().truth(1, np.arange(NUM)) == END_TOKEN).any()
     model = TextModel(published().acceptance, FIRST_WORD, NUM_WORDS, END_TOKEN, end_rate=0.01)
     rate = (model.truth(1, np.arange(NUM)) == END_TOKEN).mean()
@@ -155,11 +155,11 @@ def test_text_ends_only_where_it_is_asked_to() -> None:
     assert (found.tokens == END_TOKEN).any(), "a draft guesses an end too"
 
 
-def test_a_million_tokens_take_no_loop() -> None:
+def test_a_million_tokens_are_computed_without_a_loop() -> None:
     assert len(published().truth(1, np.arange(1_000_000))) == 1_000_000
 
 
-def test_keys_are_the_same_everywhere() -> None:
+def test_keys_are_the_same_on_every_machine() -> None:
     assert mixed(1, -1, np.array([2, 3])).tolist() == mixed(1, 2**64 - 1, np.array([2, 3])).tolist()
     assert key_of("session") == key_of("session") != key_of("sessions")
     assert int(mixed(1, 2)) != int(mixed(2, 1))
@@ -168,7 +168,7 @@ def test_keys_are_the_same_everywhere() -> None:
         assert np.asarray(mixed(*numbers)).ravel().tolist() == np.asarray(mixed(*arrays)).ravel().tolist()
 
 
-def test_words_survive_the_way_through_text() -> None:
+def test_words_round_trip_through_text() -> None:
     tokenizer = Tokenizer(simulated_tokenizer())
     tokens = published().truth(1, np.arange(500)).tolist()
     text = tokenizer.decode(tokens)

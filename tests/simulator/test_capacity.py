@@ -58,7 +58,7 @@ def test_one_user_takes_drafting_network_and_sweep_for_the_tokens_of_a_round() -
     assert report.tpot.p50 == pytest.approx(report.round_seconds / tokens, rel=0.02)
 
 
-def test_a_link_that_is_the_limit_serves_all_riders_of_a_sweep() -> None:
+def test_a_link_that_is_the_limit_serves_all_sessions_of_a_sweep() -> None:
     """Ten plain sessions fit in a sweep of one second: ten tokens a second, whatever the network."""
     profile = profile_of(link_seconds=1.0)
     report = simulate(Scenario(profile, num_users=10, num_drafts=0, kinds=(RequestKind(1, 50),)))
@@ -68,7 +68,7 @@ def test_a_link_that_is_the_limit_serves_all_riders_of_a_sweep() -> None:
 
 
 @pytest.mark.long
-def test_where_computing_is_the_limit_users_bring_no_more() -> None:
+def test_if_computing_is_the_limit_more_users_gain_nothing() -> None:
     profile = profile_of(kind="hostile", compute_row_seconds=0.1)
     few, many = (simulate(Scenario(profile, num_users=users, kinds=(RequestKind(1, 60),))) for users in (4, 16))
     # A request of 60 tokens computes 60 rows and one of its prompt: 60 tokens in 6.1 seconds of computing.
@@ -87,7 +87,7 @@ def test_ten_targets_serve_ten_times_as_much() -> None:
     assert ten.tokens_per_second == pytest.approx(10 * one.tokens_per_second, rel=0.05)
 
 
-def test_who_finds_no_place_waits_as_long_as_little_says() -> None:
+def test_a_user_without_a_place_waits_as_long_as_littles_law_says() -> None:
     """4 places and 400 users who never think: users = tokens per second / tokens of a request x latency."""
     profile = profile_of(link_seconds=1.0, kv_tokens=248, max_context=1000)
     report = simulate(Scenario(profile, num_users=400, num_drafts=0, kinds=(RequestKind(10, 50),)))
@@ -101,7 +101,7 @@ def test_who_finds_no_place_waits_as_long_as_little_says() -> None:
 
 
 @pytest.mark.parametrize("kv_tokens", [1400, pytest.param(5000, marks=pytest.mark.long)])
-def test_all_requests_end_however_little_room_there_is(kv_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_requests_end_with_any_amount_of_memory(kv_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And slots never overlap: the target's own pool checks them after every answer."""
     end_call = SlotPool.end_call
 
@@ -118,7 +118,7 @@ def test_all_requests_end_however_little_room_there_is(kv_tokens: int, monkeypat
     assert (report.preemptions > 0) == (kv_tokens == 1400), "elsewhere few enough come in at once"
 
 
-def test_thinking_users_ask_less() -> None:
+def test_users_that_pause_send_fewer_requests() -> None:
     profile = profile_of(link_seconds=0.1)
     report = simulate(Scenario(profile, num_users=5, num_drafts=0, kinds=(RequestKind(1, 10),), think_seconds=99.0))
     # 100 exponential pauses of mean 99 for each five users: standard error 10 %, and five of these.
@@ -126,7 +126,7 @@ def test_thinking_users_ask_less() -> None:
     assert report.waiting_users == 0
 
 
-def test_all_at_once_is_measured_from_the_start() -> None:
+def test_a_burst_is_measured_from_the_start() -> None:
     profile = profile_of(link_seconds=1.0)
     report = simulate(Scenario(profile, num_users=3, num_drafts=0, kinds=(RequestKind(5, 20),), requests_each=2))
     assert report.num_requests == 6
@@ -135,7 +135,7 @@ def test_all_at_once_is_measured_from_the_start() -> None:
 
 
 @pytest.mark.long
-def test_a_link_that_slows_down_in_mid_run_is_felt() -> None:
+def test_a_link_that_slows_down_in_mid_run_is_noticed() -> None:
     profile = profile_of(link_seconds=1.0)
     slowed = parse_profile(
         json.dumps(
@@ -153,7 +153,7 @@ def test_a_link_that_slows_down_in_mid_run_is_felt() -> None:
     assert slow.tpot.p50 == pytest.approx(3 * plain.tpot.p50)
 
 
-def test_the_same_seed_gives_the_same_report_and_another_one_does_not() -> None:
+def test_only_the_same_seed_gives_the_same_report() -> None:
     scenario = Scenario(load_profile("two-cores"), num_users=2, kinds=(RequestKind(20, 10),))
     assert simulate(scenario) == simulate(scenario)
     assert simulate(scenario) != simulate(replace(scenario, seed=2))
@@ -172,7 +172,7 @@ def test_a_hundred_thousand_users_are_simulated_as_shares() -> None:
     assert replace(scenario, num_users=8, num_targets=7).sliced()[1] == 1
 
 
-def test_what_more_targets_bring_is_not_what_numbers_are_rounded_by() -> None:
+def test_the_gain_of_more_targets_is_not_a_rounding_error() -> None:
     """Shares of 22 users for 4 targets, and of 43 for 9, made a tenth more targets look 5 % better than they are."""
     scenario = Scenario(load_profile("a100-70b-4bit"), num_users=1000, num_targets=185, num_drafts=92)
 
@@ -183,7 +183,7 @@ def test_what_more_targets_bring_is_not_what_numbers_are_rounded_by() -> None:
     assert error(scenario) == pytest.approx(error(replace(scenario, num_targets=203)), abs=0.011)
 
 
-def test_a_run_that_is_too_long_ends_and_is_told_to_be_incomplete() -> None:
+def test_a_run_that_is_too_long_ends_and_is_reported_as_incomplete() -> None:
     profile = profile_of(link_seconds=1.0)
     scenario = Scenario(profile, num_users=20, num_drafts=0, kinds=(RequestKind(5, 50),), max_rounds=20 * 62)
     report = simulate(scenario)
@@ -198,7 +198,7 @@ def test_a_run_that_is_too_long_ends_and_is_told_to_be_incomplete() -> None:
 
 
 @pytest.mark.long
-def test_what_to_buy_is_told_with_what_it_brings() -> None:
+def test_suggested_purchases_are_reported_with_their_gain() -> None:
     scenario = Scenario(profile_of(link_seconds=4.0, compute_row_seconds=0.01), kinds=(RequestKind(5, 30),))
     now = simulate(scenario)
     found = {each.name: each for each in purchases(scenario, now)}
@@ -209,7 +209,7 @@ def test_what_to_buy_is_told_with_what_it_brings() -> None:
     assert "a network 2 times as near" not in found, "there is none"
 
 
-def test_what_fits_no_target_is_refused() -> None:
+def test_requests_that_fit_no_target_are_refused() -> None:
     scenario = Scenario(profile_of(link_seconds=1.0, max_context=100), kinds=(RequestKind(90, 20),))
     with pytest.raises(ConfigError, match="--mix: 90:20: must be at most 100 tokens, the target's context, got 110"):
         simulate(scenario)
@@ -255,8 +255,6 @@ def test_the_command_prints_a_table_or_one_json_line(capsys: pytest.CaptureFixtu
         (("two-cores", "--nodes", "513", "--depth", "4"), "--nodes: must be at most 512, the target's limit"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(
-    flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_flags_are_refused(flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*flags) == 2
     assert said in capsys.readouterr().err

@@ -41,7 +41,7 @@ def rows() -> dict[str, float]:
     return found
 
 
-def test_there_are_answers_to_the_three_questions() -> None:
+def test_the_document_answers_the_three_questions() -> None:
     commands = list(rows())
     assert len(commands) >= 15
     assert "rtx4090-70b-4bit --users 1 --network 0.025" in commands
@@ -50,7 +50,7 @@ def test_there_are_answers_to_the_three_questions() -> None:
 
 
 @pytest.mark.parametrize("command", long_but(COMMANDS[:1], COMMANDS))
-def test_a_command_gives_what_the_document_says(command: str) -> None:
+def test_commands_give_the_documents_figures(command: str) -> None:
     """To 3 %, which is chance: another rounding somewhere makes another run."""
     (scenario,) = scenarios_from(argument_parser().parse_args(["simulate", *command.split()]))
     report = simulate(scenario)

@@ -43,13 +43,13 @@ def grown_one_by_one(model: AcceptanceModel, nodes: int, depth: int, num_rounds:
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(2, 1), (4, 3), (8, 8), (64, 4), (64, 40), (768, 17)])
-def test_where_positions_are_alike_it_is_the_best_shape(nodes: int, depth: int) -> None:
+def test_if_positions_are_equal_the_result_is_the_best_shapes(nodes: int, depth: int) -> None:
     model = AcceptanceModel("by_rank", (LLAMA_3_CNN,))
     exact = expected_tokens_of(model, nodes, depth + 1)
     assert tokens_of(model, nodes, depth) == pytest.approx(exact, rel=1e-4)
 
 
-def test_laws_by_depth_are_followed_down() -> None:
+def test_acceptance_by_depth_is_followed() -> None:
     model = AcceptanceModel("by_depth", ((0.9, 0.05), (0.5, 0.2), (0.1, 0.1)))
     for nodes, depth in ((3, 2), (6, 3), (12, 5)):
         exact = expected_tokens_of(model, nodes, depth + 1)
@@ -58,7 +58,7 @@ def test_laws_by_depth_are_followed_down() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "depth"), [(4, 3), (16, 8), (48, 4)])
-def test_where_positions_differ_it_is_what_trees_come_to(nodes: int, depth: int) -> None:
+def test_if_positions_differ_the_result_is_the_mean_of_grown_trees(nodes: int, depth: int) -> None:
     """Within 3 % and four standard errors of trees of exactly so many nodes: the reckoning takes them as a mean."""
     model = AcceptanceModel("by_rank", (LLAMA_3_CNN[:8],), spread=0.6)
     tokens = grown_one_by_one(model, nodes, depth, 300)
@@ -66,7 +66,7 @@ def test_where_positions_differ_it_is_what_trees_come_to(nodes: int, depth: int)
     assert abs(tokens_of(model, nodes, depth) - np.mean(tokens)) < 0.03 * np.mean(tokens) + error
 
 
-def test_more_nodes_and_levels_never_bring_less_and_differences_help() -> None:
+def test_more_nodes_and_levels_never_reduce_tokens_and_variation_helps() -> None:
     models = [AcceptanceModel("by_rank", (LLAMA_3_CNN,), spread=spread) for spread in (0.0, 0.7)]
     plain, spread = (
         [[tokens_of(model, n, depth) for depth in (1, 4, 16)] for n in (2, 8, 64, 512)] for model in models
@@ -77,11 +77,11 @@ def test_more_nodes_and_levels_never_bring_less_and_differences_help() -> None:
     assert spread[2][2] > plain[2][2]
 
 
-def test_a_hostile_draft_brings_nothing() -> None:
+def test_a_hostile_draft_gains_nothing() -> None:
     assert tokens_of(AcceptanceModel("hostile", ((0.0,) * 16,)), 512, 16) == 1.0
 
 
-def test_what_is_drawn_is_what_is_expected() -> None:
+def test_drawn_tokens_agree_with_expected_ones() -> None:
     """Of 2,000 rounds, to four standard errors."""
     model, growth = (
         TextModel(AcceptanceModel("by_rank", (LLAMA_3_CNN,), spread=0.5), FIRST_WORD, NUM_WORDS),

@@ -30,7 +30,7 @@ async def answered(client: Client, seed: int, speculation: Speculation) -> tuple
     return events[0].prompt_tokens, tokens, [*await client.decisions(events[0].request_id)]
 
 
-async def test_riders_of_a_sweep_are_told_which_nodes_were_left_out(tmp_path: Path) -> None:
+async def test_sessions_in_a_shared_sweep_learn_which_nodes_were_left_out(tmp_path: Path) -> None:
     """Four size themselves; a fifth has a size of its own, of which nothing may be left out."""
     pair = pair_of(tmp_path, target=STEEP, clock_scale=50)
     ways = [*([Speculation()] * 4), Speculation(budget=6, lookup=0)]

@@ -42,7 +42,7 @@ def test_budgets_are_never_exceeded(sizes: list[int], device: int, host: int, ri
 
 
 @given(sizes=SIZES, device=st.integers(400, 12_000))
-def test_more_memory_never_means_more_bytes_over_the_link(sizes: list[int], device: int) -> None:
+def test_more_memory_never_increases_bytes_over_the_link(sizes: list[int], device: int) -> None:
     less, more = (place([100] * len(sizes), NOTHING, budgets(size)) for size in (device, device + 100))
     assert more.link_bytes <= less.link_bytes
 
@@ -60,7 +60,7 @@ def test_streamed_layers_are_spread_so_that_the_ring_never_starves() -> None:
     assert max(gaps) - min(gaps) <= 1
 
 
-def test_host_memory_comes_before_the_disk() -> None:
+def test_host_memory_is_filled_before_the_disk() -> None:
     placement = place([100] * 40, NOTHING, budgets(1_000, host=2_000, ring=400))
     assert len(placement.layers(Tier.RESIDENT)) == 8
     assert placement.num_host_slabs == 5
@@ -81,7 +81,7 @@ def test_the_number_of_resident_layers_can_be_limited() -> None:
         (budgets(1_000, ring=150), r"--ring-memory: must be .* got 0\.00 MB"),
     ],
 )
-def test_a_budget_that_is_too_small_says_what_would_do(limits: Budgets, message: str) -> None:
+def test_a_budget_that_is_too_small_is_refused_with_the_least_possible_one(limits: Budgets, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         place([100] * 80, Fixed(100, 100, 0, 0), limits)
     with pytest.raises(ConfigError, match=r"; or use a smaller --kv-memory"):
@@ -89,18 +89,18 @@ def test_a_budget_that_is_too_small_says_what_would_do(limits: Budgets, message:
 
 
 @pytest.mark.parametrize(("room", "slabs"), [(29, 25), (25, 25), (141, 141), (3, 3), (2, 2), (400, 300)])
-def test_a_ring_of_a_few_slabs_fewer_brings_layers_to_the_same_ones(room: int, slabs: int) -> None:
+def test_a_slightly_smaller_ring_keeps_the_same_resident_layers(room: int, slabs: int) -> None:
     """Of 300 layers, where that takes no more than a quarter of the ring."""
     placement = place([10] * 300, Fixed(0, 0, 0, 0), budgets(10**5, ring=10 * room, max_resident=0))
     assert placement.num_slabs == slabs
 
 
-def test_spread_is_even_and_within() -> None:
+def test_spread_layers_are_even_and_within_range() -> None:
     assert spread(2, range(8)) == [2, 6]
     assert spread(8, range(8)) == list(range(8))
     assert spread(0, range(8)) == []
 
 
-def test_a_placement_says_what_it_is() -> None:
+def test_a_placement_describes_itself() -> None:
     placement: Placement = place([30_000_000] * 4, NOTHING, budgets(100_000_000, ring=60_000_000))
     assert str(placement) == "1 layers resident (0.03 GB), 3 layers disk (0.09 GB), ring of 2 slabs (0.06 GB)"

@@ -64,7 +64,7 @@ async def client(services: Stack, sizer: RandomSizer) -> AsyncIterator[Client]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", long_but(PARTS, REQUESTS))
-async def test_sizes_by_chance_give_what_plain_decoding_gives(client: Client, name: str) -> None:
+async def test_random_sizes_give_plain_decodings_output(client: Client, name: str) -> None:
     """Penalties, biases and filters, stop tokens, log-probabilities; five sessions share sweeps, each cut otherwise."""
     options = REQUESTS[name]
     plain, end = await generate(client, replace(options, speculation=PLAIN))
@@ -77,7 +77,7 @@ async def test_sizes_by_chance_give_what_plain_decoding_gives(client: Client, na
 
 
 @pytest.mark.slow
-async def test_sessions_of_many_kinds_at_once_each_say_their_own(client: Client) -> None:
+async def test_concurrent_sessions_of_many_kinds_have_their_own_texts(client: Client) -> None:
     """Greedy and sampled with seeds of their own, some plain, some of a fixed size."""
     kinds = [GREEDY, *(replace(SAMPLED, seed=seed) for seed in range(3))]
     alone = await asyncio.gather(*(generate(client, replace(options, speculation=PLAIN)) for options in kinds))
@@ -91,7 +91,7 @@ async def test_sessions_of_many_kinds_at_once_each_say_their_own(client: Client)
 
 
 @pytest.mark.slow
-async def test_a_stop_text_ends_at_the_same_place(client: Client) -> None:
+async def test_a_stop_text_ends_at_the_same_position(client: Client) -> None:
     options = replace(SAMPLED, seed=6, logit_bias=dict.fromkeys(range(66, 92), 12.0))
     whole, _ = await generate(client, replace(options, speculation=PLAIN))
     stop = str(whole[1])[9:12]
@@ -103,7 +103,7 @@ async def test_a_stop_text_ends_at_the_same_place(client: Client) -> None:
 
 
 @pytest.mark.slow
-async def test_samples_keep_the_size_that_was_asked_for(client: Client) -> None:
+async def test_samples_keep_the_requested_size(client: Client) -> None:
     """Of them nothing is cut or left out, so that the same plan gives the same text."""
     for scheme in (Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL):
         way = Speculation(growth=StaticShape.chains(2, 3), scheme=scheme)
@@ -113,7 +113,7 @@ async def test_samples_keep_the_size_that_was_asked_for(client: Client) -> None:
 
 
 @pytest.mark.slow
-async def test_chance_tries_every_kind_of_cut(client: Client, sizer: RandomSizer, services: Stack) -> None:
+async def test_random_sizes_cover_every_kind_of_cut(client: Client, sizer: RandomSizer, services: Stack) -> None:
     """Or the tests above would show nothing."""
     await asyncio.gather(*(generate(client, GREEDY) for _ in range(8)))
     assert len(sizer.sizes) > 10
@@ -125,7 +125,7 @@ async def test_chance_tries_every_kind_of_cut(client: Client, sizer: RandomSizer
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_target_that_fails_in_the_middle_changes_nothing(fakes: Fleet, seed: int) -> None:
+async def test_a_target_failure_in_mid_text_changes_nothing(fakes: Fleet, seed: int) -> None:
     """Both leave out nodes by chance; what the first had verified, the other need not verify alike."""
     targets = [(worker := RandomlyDividingTarget(name, fakes.tokenizer), await fakes.worker(worker)) for name in "ab"]
     requests, process = await fakes.orchestrator("--lookup", "16", num_targets=2)
@@ -147,7 +147,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> SimulatedPair:
 
 
 @pytest.mark.slow
-async def test_simulated_workers_say_the_laws_text_whatever_the_sizes(
+async def test_simulated_workers_give_the_text_models_text_with_any_sizes(
     pair: SimulatedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight sessions at once, of forty tokens each."""

@@ -55,7 +55,7 @@ def streamed(sizes: Sequence[int], kv: Sequence[int], rooms: Sequence[StageRoom]
     hop=st.sampled_from([0.0, 0.01]),
     least=st.integers(1, 2),
 )
-def test_no_other_split_is_faster_or_as_fast_with_fewer_bytes(
+def test_no_other_split_is_as_fast_with_fewer_bytes(
     model: list[tuple[int, int]], rooms: list[StageRoom], hop: float, least: int
 ) -> None:
     sizes, kv = zip(*model, strict=True)
@@ -85,7 +85,7 @@ def test_no_other_split_is_faster_or_as_fast_with_fewer_bytes(
 
 
 @given(model=MODELS, each=ROOMS, count=st.integers(1, 4))
-def test_layers_are_consecutive_and_all_there(model: list[tuple[int, int]], each: StageRoom, count: int) -> None:
+def test_layers_are_consecutive_and_complete(model: list[tuple[int, int]], each: StageRoom, count: int) -> None:
     sizes, kv = zip(*model, strict=True)
     assume(count <= len(sizes))
     try:
@@ -114,7 +114,7 @@ def test_a_member_streams_what_its_placement_streams(count: int, size: int, kv: 
     assert load == (sum(kv_sizes), sum(sizes) - placement.link_bytes, placement.link_bytes)
 
 
-def test_alike_machines_get_alike_numbers_of_layers_though_one_was_measured_a_little_faster() -> None:
+def test_similar_machines_get_equal_numbers_of_layers() -> None:
     """Otherwise a sweep would be 1 % faster and two in flight almost twice as slow."""
     rooms = [room("head", 8, layer_seconds=0.01), room("b", 8, layer_seconds=0.0101)]
     assert split_layers([100 * MB] * 20, [MB] * 20, rooms) == [range(10), range(10, 20)]
@@ -122,13 +122,13 @@ def test_alike_machines_get_alike_numbers_of_layers_though_one_was_measured_a_li
     assert [len(layers) for layers in split_layers([100 * MB] * 21, [MB] * 21, with_slow_one)] == [10, 10, 1]
 
 
-def test_a_far_faster_machine_gets_what_it_can_hold() -> None:
+def test_a_much_faster_machine_gets_as_much_as_it_can_hold() -> None:
     rooms = [room("head", 1.0, layer_seconds=0.04), room("b", 1.0, layer_seconds=0.001)]
     split = split_layers([100 * MB] * 12, [0] * 12, rooms)
     assert [len(layers) for layers in split] == [2, 10]
 
 
-def test_machines_that_are_too_small_stream_as_long_as_one_another() -> None:
+def test_machines_that_are_too_small_stream_for_equal_times() -> None:
     """From a disk four times as fast, four times as many layers; compute is shorter than both."""
     rooms = [room("head", 1.0, link=0.5, layer_seconds=0.0), room("b", 1.0, link=2.0, layer_seconds=0.0)]
     split = split_layers([100 * MB] * 60, [0] * 60, rooms)
@@ -142,7 +142,7 @@ def test_machines_that_are_too_small_stream_as_long_as_one_another() -> None:
     assert sweep_seconds([100 * MB] * 60, [0] * 60, rooms, split) == max(times)
 
 
-def test_a_sweep_pays_a_hop_for_each_member_and_alone_none() -> None:
+def test_a_sweep_has_one_hop_for_each_further_machine() -> None:
     sizes, kv = [MB] * 4, [0] * 4
     three = [room(name, 1) for name in "abc"]
     assert sweep_seconds(sizes, kv, three, split_layers(sizes, kv, three), 0.5) == pytest.approx(1.54)
@@ -169,7 +169,7 @@ def test_the_largest_targets_are_split_within_seconds() -> None:
         ([room("a", 0.2)], r"--stages: a must have at least 0\.24 GB for 4 of the model's layers"),
     ],
 )
-def test_what_is_too_small_is_named(rooms: list[StageRoom], message: str) -> None:
+def test_insufficient_memory_is_reported_by_machine(rooms: list[StageRoom], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         split_layers([100 * MB] * 4, [10 * MB] * 4, rooms)
 

@@ -63,7 +63,7 @@ def check_curve(times: SweepTimes) -> CostCurve:
     ("link", "fixed", "row", "step"),
     [(1.0, 0.1, 0.005, 1), (0.0, 0.1, 0.005, 1), (0.5, 0.01, 0.004, 1), (4.0, 0.13, 0.0041, 8), (0.2, 0.1, 0.002, 128)],
 )
-def test_what_sweeps_take_is_found_by_watching(seed: int, link: float, fixed: float, row: float, step: int) -> None:
+def test_sweep_times_are_learnt_from_measurements(seed: int, link: float, fixed: float, row: float, step: int) -> None:
     machine = Machine(seed, link, fixed, row)
     curve = check_curve(after(machine, 300, step=step))
     for rows in set(machine.seen):
@@ -72,7 +72,7 @@ def test_what_sweeps_take_is_found_by_watching(seed: int, link: float, fixed: fl
     assert abs(np.mean(errors)) < 0.04
 
 
-def test_the_knee_is_where_computing_passes_the_link() -> None:
+def test_the_knee_is_where_computing_takes_longer_than_the_link() -> None:
     assert after(Machine(0, 1.0, 0.1, 0.005), 300).knee == pytest.approx(180, rel=0.1)
     assert after(Machine(0, 0.0, 0.1, 0.005), 300).knee == math.inf, "nothing crosses a link"
     assert after(Machine(0, 0.5, 1.0, 0.005), 300).knee == math.inf, "no sweep has ever waited"
@@ -82,7 +82,7 @@ def test_the_knee_is_where_computing_passes_the_link() -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("rows", [lambda *_: 64, any_rows])
 @pytest.mark.parametrize("times", [3.0, 1 / 3])
-def test_a_step_of_the_link_is_followed_within_five_sweeps(seed: int, rows: Rows, times: float) -> None:
+def test_a_change_of_the_link_is_followed_within_five_sweeps(seed: int, rows: Rows, times: float) -> None:
     machine = Machine(seed, 3.0, 0.1, 0.001, outliers=0.0)
     learnt = after(machine, 60, rows)
     machine.link *= times
@@ -92,7 +92,7 @@ def test_a_step_of_the_link_is_followed_within_five_sweeps(seed: int, rows: Rows
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_core_that_is_taken_away_is_noticed_at_all_rows(seed: int) -> None:
+def test_a_lost_core_is_noticed_at_all_rows(seed: int) -> None:
     machine = Machine(seed, 0.2, 0.1, 0.005, outliers=0.0)
     learnt = after(machine, 60, lambda _, number: [1, 40, 64, 300][number % 4])
     machine.fixed, machine.row = 2 * machine.fixed, 2 * machine.row
@@ -103,7 +103,7 @@ def test_a_core_that_is_taken_away_is_noticed_at_all_rows(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_before", [5, 40])
-def test_a_clear_step_is_followed_after_two_sweeps_there_and_back(num_before: int) -> None:
+def test_a_clear_change_is_followed_after_two_sweeps_in_both_directions(num_before: int) -> None:
     """Also soon after the start, when a step's residuals could pass for what is usual."""
     times = SweepTimes(1, MOST)
     for number in range(num_before):
@@ -114,7 +114,7 @@ def test_a_clear_step_is_followed_after_two_sweeps_there_and_back(num_before: in
         assert check_curve(times)(8) == pytest.approx(seconds, rel=0.15), seconds
 
 
-def test_outliers_that_follow_one_another_change_little() -> None:
+def test_successive_outliers_change_little() -> None:
     machine = Machine(0, 1.0, 0.1, 0.001, outliers=0.0)
     learnt = after(machine, 60)
     before = check_curve(learnt)(64)
@@ -123,7 +123,7 @@ def test_outliers_that_follow_one_another_change_little() -> None:
     assert check_curve(learnt)(64) == pytest.approx(before, rel=0.1)
 
 
-def test_sweeps_that_compute_for_long_do_not_make_the_link_look_slow() -> None:
+def test_sweeps_limited_by_computing_do_not_make_the_link_look_slow() -> None:
     """Trees once grew and grew: each sweep took longer than the last, and so the link seemed to."""
     machine = Machine(0, 1.0, 0.1, 0.005)
     learnt = after(machine, 60)
@@ -138,7 +138,7 @@ def test_sweeps_that_compute_for_long_do_not_make_the_link_look_slow() -> None:
     assert alone.knee == math.inf
 
 
-def test_a_link_that_has_become_faster_than_computing_is_known_to_take_no_longer() -> None:
+def test_a_link_that_became_faster_than_computing_is_not_overestimated() -> None:
     machine = Machine(0, 3.0, 0.1, 0.02, outliers=0.0)
     learnt = after(machine, 60)
     machine.link = 0.1
@@ -147,7 +147,7 @@ def test_a_link_that_has_become_faster_than_computing_is_known_to_take_no_longer
     assert check_curve(learnt)(1) < 1.7
 
 
-def test_one_sweep_of_one_row_says_nothing_of_the_knee() -> None:
+def test_one_sweep_of_one_row_does_not_change_the_knee() -> None:
     """A knee of 7 rows was once derived from it, of 190 in truth."""
     prior = CostCurve((1, 257), (0.1, 1.1))
     learnt = SweepTimes(1, MOST, prior)
@@ -163,7 +163,7 @@ def test_one_sweep_of_one_row_says_nothing_of_the_knee() -> None:
 
 
 @pytest.mark.parametrize("error", [0.5, 2.0])
-def test_a_scale_that_was_measured_at_a_bad_moment_is_believed_for_two_sweeps(error: float) -> None:
+def test_a_scale_measured_at_a_bad_moment_is_corrected_after_two_sweeps(error: float) -> None:
     """A start beside other programs once made sweeps seem twice as long for most of an answer."""
     machine = Machine(0, 0.0, 0.1, 0.005, outliers=0.0)
     given = CostCurve((1, 257), (error * machine.seconds(1), error * machine.seconds(257)))
@@ -174,7 +174,7 @@ def test_a_scale_that_was_measured_at_a_bad_moment_is_believed_for_two_sweeps(er
         assert check_curve(learnt)(rows) == pytest.approx(machine.seconds(rows), rel=0.2)
 
 
-def test_trees_shrink_until_a_sweep_waits_where_the_link_was_thought_slower_than_it_is() -> None:
+def test_trees_shrink_until_a_sweep_waits_if_the_link_was_underestimated() -> None:
     """Trees of the assumed knee compute for as long as the link seemed to take, which says nothing of the link."""
     machine = Machine(0, 1.0, 0.1, 0.01, outliers=0.0)
     given = CostCurve((1, 257), (machine.fixed + machine.row, machine.fixed + 257 * machine.row))
@@ -186,7 +186,7 @@ def test_trees_shrink_until_a_sweep_waits_where_the_link_was_thought_slower_than
     assert check_curve(learnt)(1) == pytest.approx(1.0, rel=0.1)
 
 
-def test_few_row_counts_rescale_what_was_given_and_keep_its_shape() -> None:
+def test_few_row_counts_rescale_the_given_curve_and_keep_its_shape() -> None:
     prior = CostCurve((1, 65, 129), (0.1, 0.1, 0.2))
     learnt = SweepTimes(1, MOST, prior)
     for _ in range(20):
@@ -195,7 +195,7 @@ def test_few_row_counts_rescale_what_was_given_and_keep_its_shape() -> None:
     assert [curve(rows) for rows in (1, 64, 129)] == pytest.approx([0.3, 0.3, 0.6], rel=0.05)
 
 
-def test_a_link_that_was_seen_before_the_first_sweep_is_believed_until_sweeps_say_otherwise() -> None:
+def test_a_link_measured_before_the_first_sweep_is_used_until_sweeps_correct_it() -> None:
     learnt = SweepTimes(1, MOST, CostCurve((1, 257), (0.1, 1.1)), 1000, 2.0)
     assert (check_curve(learnt)(1), learnt.knee) == (pytest.approx(2.0), pytest.approx(487, rel=0.03))
     for _ in range(8):
@@ -203,7 +203,7 @@ def test_a_link_that_was_seen_before_the_first_sweep_is_believed_until_sweeps_sa
     assert check_curve(learnt)(1) == pytest.approx(0.8, rel=0.1)
 
 
-def test_a_link_that_looked_slow_at_a_start_is_disproved_by_the_first_sweep_that_waits() -> None:
+def test_a_link_that_looked_slow_at_a_start_is_corrected_by_the_first_sweep_that_waits() -> None:
     """Processes that start together share the link: it once looked four times slower for ten rounds."""
     learnt = SweepTimes(1, MOST, CostCurve((1, 257), (0.1, 1.1)), 1000, 4.0)
     learnt.observe(32, 0.9, 0.3, 1000)
@@ -212,7 +212,7 @@ def test_a_link_that_looked_slow_at_a_start_is_disproved_by_the_first_sweep_that
     assert check_curve(learnt)(1) == pytest.approx(0.9), "a sweep that computed for longer says nothing"
 
 
-def test_a_link_that_looked_slow_at_a_start_is_disproved_by_shorter_sweeps_that_compute() -> None:
+def test_a_link_that_looked_slow_at_a_start_is_corrected_by_shorter_sweeps_that_compute() -> None:
     """Sizes at the knee of a link that looks slow compute for as long as the link is thought to take."""
     machine = Machine(0, 0.9, 0.1, 0.005, outliers=0.0)
     learnt = SweepTimes(1, MOST, CostCurve((1, 257), (0.1, 1.4)), 1000, 4.0)
@@ -224,7 +224,7 @@ def test_a_link_that_looked_slow_at_a_start_is_disproved_by_shorter_sweeps_that_
     assert check_curve(honest)(1) == pytest.approx(0.9), "a longer sweep disproves nothing"
 
 
-def test_experts_that_rows_choose_make_the_links_time_grow() -> None:
+def test_chosen_experts_increase_the_links_time() -> None:
     """All sweeps wait; the bytes, and so the seconds, grow with the rows, and one step of the link moves all."""
     learnt, random = SweepTimes(1, 512), np.random.default_rng(0)
 
@@ -253,7 +253,7 @@ anything = st.tuples(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(anything, min_size=1, max_size=40), st.sampled_from([1, 8, 128]), st.booleans())
-def test_whatever_comes_the_curve_is_one(
+def test_any_samples_give_a_valid_curve(
     sweeps: list[tuple[int, float, float, int]], step: int, has_prior: bool
 ) -> None:
     times = SweepTimes(step, MOST, *((CostCurve((1, 100), (0.1, 0.5), step), 10, 2.0) if has_prior else ()))
@@ -265,7 +265,7 @@ def test_whatever_comes_the_curve_is_one(
         check_curve(steps)
 
 
-def test_what_is_no_sweep_is_no_sample() -> None:
+def test_invalid_sweeps_are_ignored() -> None:
     times, steps = SweepTimes(1, MOST), SweepTimes(1, 64)
     for rows, seconds in ((0, 1.0), (1, 0.0), (1, -1.0)):
         times.observe(rows, seconds, 0.0)
@@ -273,7 +273,7 @@ def test_what_is_no_sweep_is_no_sample() -> None:
     assert (times.curve(), steps.curve()) == (None, None)
 
 
-def test_draft_steps_are_known_by_their_rows() -> None:
+def test_draft_steps_are_learnt_by_their_rows() -> None:
     steps, random = SweepTimes(1, 64), np.random.default_rng(0)
     for number in range(200):
         rows = [1, 2, 8, 16][number % 4]
@@ -283,7 +283,7 @@ def test_draft_steps_are_known_by_their_rows() -> None:
         assert curve(rows) == pytest.approx(0.01 + 0.0004 * rows, rel=0.06)
 
 
-def test_rows_are_expected_to_choose_experts_for_themselves() -> None:
+def test_rows_are_expected_to_choose_experts_independently() -> None:
     """Four of 64 experts a row: a row reads a sixteenth of them, many rows nearly all."""
     volume = expert_volume(fixed_bytes=1000, expert_bytes=64_000, chosen_share=4 / 64, most_rows=512)
     volume.validate("volume")
@@ -292,7 +292,7 @@ def test_rows_are_expected_to_choose_experts_for_themselves() -> None:
     assert 64_900 < volume(256) <= 65_000
 
 
-def test_what_experts_take_is_known_at_sizes_that_no_sweep_had() -> None:
+def test_times_of_experts_are_predicted_for_sizes_without_samples() -> None:
     """Of the bytes the shape is expected, of the link one sweep tells the speed: the others follow."""
     volume = expert_volume(1000, 64_000, 4 / 64, 512)
     times = SweepTimes(1, 512, volume=volume)

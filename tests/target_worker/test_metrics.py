@@ -19,7 +19,7 @@ from target_worker.service import Metrics, TargetLoad
 from tests.fakes.waiting import block_until
 
 
-def test_sweeps_are_counted_and_served() -> None:
+def test_sweeps_are_counted_and_reported() -> None:
     metrics = Metrics("tiny")
     metrics.watch(lambda: TargetLoad(PoolFigures(5, 2, 3, 1000, 250, 300, 77, 6, 90, 30, 8), 4, 9))
     metrics.serve("127.0.0.1", 0)
@@ -75,14 +75,14 @@ def test_sweeps_are_counted_and_served() -> None:
     }
 
 
-def test_no_port_is_no_server() -> None:
+def test_without_a_port_there_is_no_server() -> None:
     metrics = Metrics("tiny")
     metrics.serve("127.0.0.1", -1)
     assert metrics.port == -1
     metrics.close()
 
 
-def test_a_connection_that_says_nothing_is_closed_over_plain_text_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each took a thread, and kept it for as long as the process lived."""
     monkeypatch.setattr("bough.telemetry.metrics.MAX_SECONDS", 0.2)
     metrics = Metrics("tiny")
@@ -107,7 +107,7 @@ def scraped(port: int) -> bytes:
         return bytes(reply.read())
 
 
-def test_half_requests_are_so_many_at_most_and_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_requests_are_limited_and_block_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """120 of them had 120 threads: the port needs no key."""
     monkeypatch.setattr("bough.telemetry.metrics.MAX_CONNECTIONS", 4)
     metrics = Metrics("tiny")
@@ -124,7 +124,7 @@ def test_half_requests_are_so_many_at_most_and_keep_nobody_out(monkeypatch: pyte
         metrics.close()
 
 
-def test_a_head_that_trickles_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slowly_sent_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its patience began anew with every byte."""
     monkeypatch.setattr("bough.telemetry.metrics.MAX_SECONDS", 0.5)
     metrics = Metrics("tiny")

@@ -46,7 +46,7 @@ async def until_cancelled(worker: SlowWorker) -> None:
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancellation", "connection"])
-async def test_a_call_whose_caller_has_gone_is_cancelled(how: str) -> None:
+async def test_an_abandoned_call_is_cancelled(how: str) -> None:
     worker, servicer = SlowWorker(), TargetService()
     servicer.loaded = worker
     async with serving("127.0.0.1", 0, TARGET.full_name, partial(add_service, TARGET, servicer)) as served:

@@ -53,7 +53,7 @@ def written(formatter: logging.Formatter, message: str, *arguments: object, is_e
     return stream.getvalue().removesuffix("\n")
 
 
-def test_a_line_of_json_has_all_that_is_known(about: None) -> None:
+def test_a_json_line_has_all_known_fields(about: None) -> None:
     line = json.loads(written(JsonFormatter(), "%d of\n%s", 3, "é"))
     told = datetime.fromisoformat(line.pop("time"))
     assert abs((datetime.now(UTC) - told).total_seconds()) < 60
@@ -67,14 +67,14 @@ def test_a_line_of_json_has_all_that_is_known(about: None) -> None:
     }
 
 
-def test_an_error_is_one_line_of_json_too() -> None:
+def test_an_error_is_one_json_line() -> None:
     text = written(JsonFormatter(), "it failed", is_error=True)
     assert "\n" not in text
     assert json.loads(text)["exception"].endswith("ValueError: on purpose")
     assert not {"request_id", "session_id", "trace_id"} & json.loads(text).keys()
 
 
-def test_a_line_of_text_ends_with_what_it_is_about_and_no_name_makes_a_line_of_its_own(about: None) -> None:
+def test_a_text_line_ends_with_its_fields_and_no_name_adds_a_line(about: None) -> None:
     line = written(TextFormatter(), "it goes on")
     assert "\n" not in line
     assert line.endswith(
@@ -83,23 +83,23 @@ def test_a_line_of_text_ends_with_what_it_is_about_and_no_name_makes_a_line_of_i
     )
 
 
-def test_a_traceback_comes_after_a_line_of_text(about: None) -> None:
+def test_a_traceback_follows_a_text_line(about: None) -> None:
     first, *others = written(TextFormatter(), "it failed", is_error=True).splitlines()
     assert first.endswith("]")
     assert others[-1] == "    | ValueError: on purpose"  # set apart from lines of the log
 
 
 @pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
-def test_who_watches_a_process_reads_its_message_in_either_format(formatter: logging.Formatter) -> None:
+def test_a_watcher_of_a_process_reads_messages_in_either_format(formatter: logging.Formatter) -> None:
     assert message_of(written(formatter, "loading the model")) == "loading the model"
 
 
 @pytest.mark.parametrize("line", ["plain", '{"a": 1}', "[1]", "17", "null"])
-def test_what_is_no_line_of_a_log_is_left_as_it_is(line: str) -> None:
+def test_lines_that_are_not_log_lines_are_unchanged(line: str) -> None:
     assert message_of(line) == line
 
 
-async def test_names_are_those_of_a_task_and_of_what_it_starts() -> None:
+async def test_names_apply_to_a_task_and_its_children() -> None:
     async def request(name: str) -> list[str]:
         LOG_CONTEXT.set(LogContext(name))
         await asyncio.sleep(0)
@@ -117,7 +117,7 @@ async def test_names_are_those_of_a_task_and_of_what_it_starts() -> None:
     assert "request_id" not in json.loads(written(JsonFormatter(), "x"))
 
 
-def test_a_request_without_a_name_carries_none() -> None:
+def test_a_request_without_a_name_logs_none() -> None:
     assert carried(NO_SPAN) == ()
 
 
@@ -128,7 +128,7 @@ def test_a_request_without_a_name_carries_none() -> None:
         (["--log-format", "xml"], "--log-format: must be text, json, got 'xml'"),
     ],
 )
-def test_what_a_log_cannot_be_is_refused_by_name(flags: list[str], message: str) -> None:
+def test_invalid_formats_are_refused_by_name(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configure_logging(parse(OrchestratorConfig, "orchestrator", flags, {}))
 
@@ -138,7 +138,7 @@ def test_one_variable_sets_the_format_of_all_processes() -> None:
 
 
 @pytest.mark.parametrize("program", ["orchestrator", "draft_worker", "target_worker", "bough.cli.main"])
-def test_what_grpc_itself_says_is_settled_before_it_is_imported(program: str) -> None:
+def test_grpcs_own_log_level_is_set_before_its_import(program: str) -> None:
     """Every failed handshake of a stranger was a line in a form of its own, in the middle of JSON."""
     code = f"""
 import os, sys

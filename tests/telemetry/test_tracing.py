@@ -34,7 +34,7 @@ def tracer_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exporter]]:
         exporter.close(1.0)
 
 
-async def test_a_target_that_is_lost_is_an_event(fakes: Fleet, tracer_of: list[Exporter]) -> None:
+async def test_a_lost_target_is_an_event(fakes: Fleet, tracer_of: list[Exporter]) -> None:
     targets = [await fakes.target(name) for name in ("t0", "t1")]
     requests, _ = await fakes.orchestrator("--failover-timeout", "20", num_targets=2)
     kill_the_one_that_gets(3, targets)
@@ -57,7 +57,7 @@ async def test_a_target_that_is_lost_is_an_event(fakes: Fleet, tracer_of: list[E
         assert not root.is_error
 
 
-async def test_a_draft_worker_that_fails_is_an_event(fakes: Fleet, tracer_of: list[Exporter]) -> None:
+async def test_a_failed_draft_worker_is_an_event(fakes: Fleet, tracer_of: list[Exporter]) -> None:
     await fakes.target("t")
     draft = FakeDraft("d", fakes.tokenizer)
     process = await fakes.worker(draft)
@@ -74,7 +74,7 @@ async def test_a_draft_worker_that_fails_is_an_event(fakes: Fleet, tracer_of: li
         assert first == ("degraded", {"bough.worker": "d", "error.type": "NoAnswer"})
 
 
-async def test_a_request_that_its_caller_leaves_is_no_error(fakes: Fleet, tracer_of: list[Exporter]) -> None:
+async def test_an_abandoned_request_is_no_error(fakes: Fleet, tracer_of: list[Exporter]) -> None:
     await fakes.target("t")
     requests, _ = await fakes.orchestrator()
     async with collecting() as collector:
@@ -87,7 +87,7 @@ async def test_a_request_that_its_caller_leaves_is_no_error(fakes: Fleet, tracer
         assert (root.attributes["bough.cancelled"], root.is_error) == (True, False)
 
 
-async def test_a_collector_that_is_away_costs_a_line_and_no_time(
+async def test_an_unreachable_collector_costs_a_log_line_and_no_time(
     fakes: Fleet, tracer_of: list[Exporter], caplog: pytest.LogCaptureFixture
 ) -> None:
     await fakes.target("t")
@@ -112,12 +112,12 @@ async def test_the_last_spans_are_sent_when_a_process_ends() -> None:
         assert [span.name for span in collector.spans] == ["generate"]
 
 
-def test_the_clocks_offset_is_steady() -> None:
+def test_the_clocks_offset_is_stable() -> None:
     offsets = [clock_offset_ns() for _ in range(20)]
     assert max(offsets) - min(offsets) < 1_000_000
 
 
-async def test_off_nothing_of_opentelemetry_is_there() -> None:
+async def test_without_tracing_opentelemetry_is_not_imported() -> None:
     """Neither imported nor made: where a process does not trace, one span that does nothing serves all requests."""
     config = parse(OrchestratorConfig, "orchestrator", [], {})
     async with tracing(config, "orchestrator", "o") as tracer:
@@ -132,7 +132,7 @@ async def test_off_nothing_of_opentelemetry_is_there() -> None:
 
 
 @pytest.mark.parametrize("kind", ["orchestrator", "target_worker", "draft_worker"])
-def test_a_process_without_the_packages_names_the_extra(kind: str) -> None:
+def test_a_missing_package_names_the_extra(kind: str) -> None:
     flags = ["--otlp-endpoint", "http://h:1", *([] if kind == "orchestrator" else ["--simulate", "l40-70b-4bit"])]
     code = f"import sys; sys.modules['opentelemetry.exporter'] = None; sys.argv[1:] = {flags!r}; "
     code += f"from {kind}.__main__ import main, run; run(main)"
@@ -154,7 +154,7 @@ def test_a_process_without_the_packages_names_the_extra(kind: str) -> None:
         "http://h:99999",
     ],
 )
-def test_an_endpoint_that_is_none_is_refused_by_name(endpoint: str) -> None:
+def test_an_invalid_endpoint_is_refused_by_name(endpoint: str) -> None:
     wanted = "must be http://HOST:PORT or https://HOST:PORT"
     with pytest.raises(ConfigError, match=f"--otlp-endpoint: .*{wanted}"):
         parse(TargetConfig, "target_worker", ["--model", "m", "--otlp-endpoint", endpoint], {})
@@ -170,7 +170,7 @@ def test_an_endpoint_that_is_none_is_refused_by_name(endpoint: str) -> None:
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon", "OTEL_.*soon"),
     ],
 )
-async def test_what_opentelemetry_would_not_take_is_refused(
+async def test_settings_that_opentelemetry_would_not_accept_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
 ) -> None:
     monkeypatch.setenv(name, text)
@@ -199,6 +199,6 @@ async def test_a_share_of_requests_is_traced(tracer_of: list[Exporter]) -> None:
 
 
 @pytest.mark.parametrize("share", ["-0.1", "1.5", "half"])
-def test_a_share_that_is_none_is_refused_by_name(share: str) -> None:
+def test_an_invalid_share_is_refused_by_name(share: str) -> None:
     with pytest.raises(ConfigError, match="--trace-sample"):
         parse(OrchestratorConfig, "orchestrator", ["--trace-sample", share], {})

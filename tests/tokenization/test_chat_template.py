@@ -60,21 +60,21 @@ TURN = [("user", "And a round?")]
 
 
 @pytest.mark.parametrize("source", [LLAMA_3, MISTRAL, GEMMA, DEFAULT_SYSTEM, SYSTEM_LAST])
-def test_a_turn_is_what_the_whole_conversation_has_after_the_answer(source: str) -> None:
+def test_a_turn_equals_the_whole_conversations_text_after_the_answer(source: str) -> None:
     template = ChatTemplate(source, "<s>", "</s>")
     whole = template.render([*HISTORY, *TURN])
     assert whole.split("A plant.")[1] == template.render_turn(TURN)
     assert "Be kind" not in template.render_turn(TURN)
 
 
-def test_what_users_say_takes_no_time_whatever_it_is() -> None:
+def test_any_user_text_is_rendered_quickly() -> None:
     """The mark that an answer is found by was tried one letter after another: a text of a megabyte took hours."""
     text = "Zyx" + "y" * 1_000_000
     template = ChatTemplate(LLAMA_3, "<s>", "</s>")
     assert template.render([*HISTORY, ("user", text)]).endswith("A plant." + template.render_turn([("user", text)]))
 
 
-def test_what_users_say_may_be_anything() -> None:
+def test_any_user_text_is_allowed() -> None:
     """The made-up answer must not be mistaken for something that a user has said."""
     template = ChatTemplate(LLAMA_3, "<s>", "</s>")
     for text in ("Zyx", "Zyxy Zyxyy", "Tsr", "<|eot_id|>"):
@@ -91,7 +91,9 @@ def test_what_users_say_may_be_anything() -> None:
         ("", TURN, "this model has no chat template"),
     ],
 )
-def test_a_turn_that_cannot_be_told_from_the_history(source: str, messages: list[tuple[str, str]], reason: str) -> None:
+def test_a_turn_that_cannot_be_separated_from_the_history_is_refused(
+    source: str, messages: list[tuple[str, str]], reason: str
+) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         ChatTemplate(source, "<s>", "</s>").render_turn(messages)
 
@@ -117,7 +119,7 @@ def test_smollm2_tokens_of_a_turn(smollm_tokenizer: Tokenizer, system: list[tupl
     assert "You are a helpful" not in tokenizer.decode(turn)
 
 
-def test_text_that_goes_on_has_no_second_beginning(tmp_path: Path) -> None:
+def test_text_that_continues_has_no_second_bos(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     files = load_tokenizer_files(tmp_path)
     tokenizer = Tokenizer(TokenizerFiles(files.tokenizer_json, LLAMA_3, (), "<s>"))
@@ -129,7 +131,7 @@ TOOL_USE = "{% for t in tools %}{{ t.name }} {% endfor %}{% for m in messages %}
 
 
 @pytest.mark.parametrize("in_config", [True, False])
-def test_of_templates_by_name_the_one_for_tools_is_used_with_tools(tmp_path: Path, in_config: bool) -> None:
+def test_of_named_templates_the_one_for_tools_is_used_with_tools(tmp_path: Path, in_config: bool) -> None:
     """As transformers chooses; they are listed in the configuration, or are files beside it."""
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(NUMBERED)

@@ -35,7 +35,7 @@ def rendered(source: str, **variables: object) -> str:
     return ChatTemplate(source, "<s>", "</s>").render(HELLO, template_variables(json.dumps(variables)))
 
 
-def test_a_template_reads_what_a_request_sets() -> None:
+def test_a_template_reads_a_requests_variables() -> None:
     assert rendered(QWEN).endswith("assistant\n")
     assert rendered(QWEN, enable_thinking=True) == rendered(QWEN) == rendered(QWEN, unknown=[1, {"a": None}])
     assert rendered(QWEN, enable_thinking=False).endswith("assistant\n<think>\n\n</think>\n\n")
@@ -45,7 +45,7 @@ def test_a_template_reads_what_a_request_sets() -> None:
     assert turn == "\nHello\nassistant\n<think>\n\n</think>\n\n"
 
 
-def test_an_effort_is_a_variable_and_sets_the_switches_that_are_not_given() -> None:
+def test_an_effort_is_a_variable_and_sets_switches_that_are_not_given() -> None:
     assert rendered(EFFORT, reasoning_effort="high") == "Hello (high)"
     assert rendered(QWEN, reasoning_effort="none") == rendered(QWEN, enable_thinking=False)
     assert rendered(DEEPSEEK, reasoning_effort="low") == "Hello<think>"
@@ -74,12 +74,12 @@ def nested(depth: int) -> object:
         ("[" * 10_000, "a JSON object"),
     ],
 )
-def test_what_no_request_may_set_is_refused(text: str, must: str) -> None:
+def test_reserved_variables_are_refused(text: str, must: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"^chat\.chat_template_kwargs: must .*{must}"):
         template_variables(text)
 
 
-def test_bounds_are_inclusive() -> None:
+def test_limits_are_inclusive() -> None:
     given = {"a": nested(MAX_DEPTH), "b": -MAX_NUMBER, "c": "x", "d": None, "e": {"f": 0.5}}
     assert template_variables(json.dumps(given)) == given
     assert template_variables("") == template_variables("{}") == {}
@@ -95,9 +95,7 @@ def test_bounds_are_inclusive() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("value", ["x", "{0.__class__.__mro__}", [], {}, 0, 10**7, None, True])
-def test_a_value_of_the_wrong_kind_is_refused_or_rendered_and_nothing_of_python_is_seen(
-    source: str, value: object
-) -> None:
+def test_a_value_of_the_wrong_type_is_refused_or_rendered_without_access_to_python(source: str, value: object) -> None:
     try:
         text = rendered(source, value=value)
     except InvalidRequest as exc:

@@ -19,7 +19,7 @@ def test_bytes_of_byte_level_tokens_join_to_the_text() -> None:
     assert tokenizer.token_bytes(-1) == tokenizer.token_bytes(10**6) == b""
 
 
-def test_bytes_of_sentencepiece_s_tokens() -> None:
+def test_bytes_of_sentencepiece_tokens_join_to_the_text() -> None:
     vocab = {"<unk>": 0, "</s>": 1, "<0xE2>": 2, "\u2581sky": 3, "é": 4}
     backend = HfTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])

@@ -30,12 +30,12 @@ def with_template(folder: Path, template: str) -> Tokenizer:
         ("{{ messages[0] | tojson }}", '{"role": "user", "content": "one"}'),
     ],
 )
-def test_templates_may_use_what_transformers_gives_them(tmp_path: Path, template: str, text: str) -> None:
+def test_templates_may_use_transformers_functions(tmp_path: Path, template: str, text: str) -> None:
     tokenizer = with_template(tmp_path, template)
     assert tokenizer.decode(tokenizer.encode_chat([("user", "one"), ("assistant", "two")])) == text
 
 
-def test_a_template_that_cannot_be_read_leaves_text_usable(tmp_path: Path) -> None:
+def test_an_invalid_template_leaves_text_prompts_usable(tmp_path: Path) -> None:
     """It once ended the orchestrator's watch over its workers."""
     tokenizer = with_template(tmp_path, "{% nonsense %}")
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
@@ -43,7 +43,7 @@ def test_a_template_that_cannot_be_read_leaves_text_usable(tmp_path: Path) -> No
         tokenizer.encode_chat([("user", "hello")])
 
 
-def test_what_a_template_refuses_is_the_requests_fault(tmp_path: Path) -> None:
+def test_a_refusal_by_a_template_is_the_requests_fault(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         with_template(tmp_path, "{{ raise_exception('roles must alternate') }}").encode_chat([("user", "hello")])
 

@@ -40,7 +40,7 @@ def test_lists_that_are_no_probabilities_are_refused_by_entry(value: object, mes
         acceptance_from("v", value)
 
 
-def test_short_rows_are_filled_with_nothing() -> None:
+def test_short_rows_are_filled_with_zeros() -> None:
     assert acceptance_from("v", [0.5, 0]).tolist() == [[0.5, 0.0]]
     assert acceptance_from("v", [[0.5, 0.25], [1]]).tolist() == [[0.5, 0.25], [1.0, 0.0]]
 
@@ -49,7 +49,7 @@ rows = st.lists(st.floats(0, 1), min_size=1, max_size=12)
 
 
 @given(rows)
-def test_smoothing_is_the_nearest_monotone_row(row: list[float]) -> None:
+def test_smoothing_gives_the_nearest_monotone_row(row: list[float]) -> None:
     """By the min-max formula for isotonic regression, an independent form of the same thing."""
     (smooth,) = smoothed(np.array([row])).tolist()
     size = len(row)
@@ -62,7 +62,7 @@ def test_smoothing_is_the_nearest_monotone_row(row: list[float]) -> None:
     assert all(one >= two for one, two in pairwise(smooth))
 
 
-def test_what_was_seen_more_often_counts_for_more() -> None:
+def test_entries_with_more_observations_have_more_weight() -> None:
     assert smoothed(np.array([[0.2, 0.5]]), np.array([[3.0, 1.0]])).tolist() == [[0.275, 0.275]]
 
 
@@ -70,11 +70,11 @@ def counted(*depths: tuple[list[float], list[float]]) -> SchemeAcceptance:
     return SchemeAcceptance(Scheme.TARGET, 1, tuple(DepthCounts(tuple(a), tuple(r)) for a, r in depths))
 
 
-def test_with_as_many_children_everywhere_it_is_accepted_over_nodes() -> None:
+def test_with_equal_numbers_of_children_the_estimate_is_accepted_over_nodes() -> None:
     assert by_rank(counted(([50, 20, 10], [0, 0, 20]))).tolist() == [pytest.approx([0.5, 0.2, 0.1])]
 
 
-def test_nodes_with_few_children_say_nothing_of_later_ones() -> None:
+def test_nodes_with_few_children_do_not_affect_later_ranks() -> None:
     """100 nodes with one child and 100 with two, the same draft: the second child's chances are not halved."""
     pooled = by_rank(counted(([120, 20], [40, 20])))
     assert pooled.tolist() == [pytest.approx([0.6, 0.4 * 20 / 40])]
@@ -97,7 +97,7 @@ def test_estimates_are_probabilities_and_monotone(depths: list[tuple[list[float]
         assert (np.diff(estimate, axis=1) <= 0).all()
 
 
-def test_depths_with_few_nodes_are_taken_for_like_the_others() -> None:
+def test_depths_with_few_nodes_are_estimated_from_the_others() -> None:
     many, few = ([900.0, 0.0], [0.0, 100.0]), ([0.0, 0.0], [0.0, 1.0])
     common = by_rank(counted(many, few))[0, 0]
     by_depth = by_depth_and_rank(counted(many, few))
@@ -107,7 +107,7 @@ def test_depths_with_few_nodes_are_taken_for_like_the_others() -> None:
     assert by_depth_and_rank(counted(many, alone))[1, 0] < 0.05
 
 
-def test_chances_come_back_from_counts_with_any_number_of_children() -> None:
+def test_probabilities_are_recovered_from_counts_with_any_number_of_children() -> None:
     """Simulated, seeded: nodes offer one to four children, whatever these are worth. 5 standard errors of 20,000."""
     truth, rng = np.array([0.5, 0.2, 0.1, 0.05]), np.random.default_rng(3)
     accepted, rejected = [0.0] * 4, [0.0] * 4

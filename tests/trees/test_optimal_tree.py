@@ -77,7 +77,7 @@ def test_no_shape_is_better_than_the_optimal_one(acceptance: Acceptance, nodes: 
     assert expected_tokens(shape, acceptance) == pytest.approx(1 + best, rel=1e-12)
 
 
-def test_a_likely_child_behind_one_that_is_never_right_is_seen() -> None:
+def test_a_likely_child_after_an_impossible_one_is_found() -> None:
     acceptance = np.array([[0.3, 0.0, 0.6]])
     assert best_shape(acceptance, 4, 4) == StaticShape((0, 0, 0))
     assert best_shape(acceptance, 3, 4) == StaticShape((0, 1))
@@ -87,13 +87,13 @@ def test_a_likely_child_behind_one_that_is_never_right_is_seen() -> None:
     ("name", "nodes", "levels", "tokens"),
     [("measured", 64, 10, 3.8523), ("measured", 4, 4, 2.2914), ("published", 64, 64, 5.9166)],
 )
-def test_the_papers_figures(name: str, nodes: int, levels: int, tokens: float) -> None:
+def test_the_papers_figures_are_reproduced(name: str, nodes: int, levels: int, tokens: float) -> None:
     shape = best_shape(vector(name), nodes, levels)
     assert shape.budget == nodes
     assert expected_tokens(shape, vector(name)) == pytest.approx(tokens, abs=5e-5)
 
 
-def test_a_shape_is_worth_what_sampling_it_comes_to() -> None:
+def test_a_shapes_value_equals_that_of_sampling_it() -> None:
     """Walks down by chance, as verification does; 5 standard errors: wrong once in a million runs, and seeded."""
     acceptance = np.array([[0.5, 0.3, 0.1], [0.2, 0.6, 0.1]])
     shape = best_shape(acceptance, 12, 4)
@@ -115,13 +115,13 @@ def test_a_shape_is_worth_what_sampling_it_comes_to() -> None:
     assert abs(np.mean(tokens) - expected_tokens(shape, acceptance)) < 5 * error
 
 
-def test_what_nothing_is_worth_is_left_out() -> None:
+def test_worthless_nodes_are_left_out() -> None:
     assert best_shape(np.array([[0.0]]), 9, 9).parents == ()
     assert best_shape(np.array([[0.0, 0.5]]), 2, 9).parents == ()
     assert best_shape(np.array([[0.5, 0.25], [0.0, 0.0]]), 9, 9).parents == (0, 0)
 
 
-def test_deeper_rows_are_used_where_they_stand() -> None:
+def test_deeper_rows_are_used_at_their_depth() -> None:
     """A draft that is surely right at the second level, and never at the third."""
     acceptance = np.array([[0.5, 0.4], [1.0, 0.0], [0.0, 0.0]])
     assert best_shape(acceptance, 5, 9).parents == (0, 0, 1, 2)
@@ -129,7 +129,7 @@ def test_deeper_rows_are_used_where_they_stand() -> None:
 
 
 @given(acceptances, st.integers(1, 5), st.integers(1, 6))
-def test_chains_in_closed_form(acceptance: Acceptance, num: int, length: int) -> None:
+def test_chains_equal_their_closed_form(acceptance: Acceptance, num: int, length: int) -> None:
     closed = expected_tokens_of_chains(num, length, acceptance)
     assert closed == pytest.approx(expected_tokens(StaticShape.chains(num, length), acceptance), rel=1e-12)
     if len(acceptance) == 1:
@@ -138,7 +138,7 @@ def test_chains_in_closed_form(acceptance: Acceptance, num: int, length: int) ->
 
 
 @given(acceptances, st.integers(2, 30), st.integers(2, 8))
-def test_the_best_chains_are_within_their_sizes_and_never_beat_the_best_shape(
+def test_the_best_chains_are_within_their_sizes_and_never_better_than_the_best_shape(
     acceptance: Acceptance, nodes: int, levels: int
 ) -> None:
     chains = best_chains(acceptance, nodes, levels)
@@ -174,18 +174,18 @@ def require_no_better_split(acceptance: Acceptance, nodes: int, levels: int) -> 
 
 @settings(max_examples=60)
 @given(acceptances, st.integers(1, 24), st.integers(1, 8))
-def test_no_split_is_overlooked(acceptance: Acceptance, nodes: int, levels: int) -> None:
+def test_no_split_is_missed(acceptance: Acceptance, nodes: int, levels: int) -> None:
     """Only splits near the best one of concave values are tried."""
     require_no_better_split(acceptance, nodes, min(levels, nodes))
 
 
-def test_values_far_from_concave_are_split_right() -> None:
+def test_values_far_from_concave_are_split_correctly() -> None:
     """A likely child behind many that are never right: the best splits leap."""
     require_no_better_split(np.array([[0.2, *[0.0] * 9, 0.5, *[0.0] * 5, 0.3]]), 150, 6)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_tree_is_that_of_all_splits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tree_is_the_best_of_all_splits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no two nodes are worth the same: of equal ones either may be taken."""
     acceptance = np.random.default_rng(seed).dirichlet(np.full(7, 0.5), 7)[:, :6]
     found = best_shape(acceptance, 60, 8)

@@ -61,7 +61,7 @@ def test_trees_of_every_shape_are_valid_and_derived_arrays_equal_their_definitio
 
 
 @given(st.lists(st.floats(-1e-7, 1e-7), min_size=1, max_size=40))
-def test_no_rounding_puts_a_node_above_its_parent(log_probs: list[float]) -> None:
+def test_rounding_never_puts_a_node_above_its_parent(log_probs: list[float]) -> None:
     scores = Tree.of(range(len(log_probs) + 1), range(-1, len(log_probs)), [0.0, *log_probs]).scores()
     assert (np.diff(scores) <= 0).all()
 
@@ -76,7 +76,7 @@ def test_trimming_keeps_the_best_nodes_connected_and_in_order(tree: Tree, budget
 
 
 @given(trees(), st.data())
-def test_tokens_are_followed_as_far_as_the_tree_goes(tree: Tree, data: st.DataObject) -> None:
+def test_tokens_are_followed_as_far_as_the_tree_has_them(tree: Tree, data: st.DataObject) -> None:
     path = tree.path(data.draw(st.integers(0, len(tree) - 1)))[1:]
     tokens = [int(tree.tokens[node]) for node in path]
     assert tree.along(tokens) == path
@@ -90,7 +90,7 @@ def test_trimming_to_nothing_is_refused() -> None:
 
 
 @given(trees())
-def test_wire_round_trip(tree: Tree) -> None:
+def test_a_tree_round_trips_over_the_wire(tree: Tree) -> None:
     for each in (tree, replace(tree, worth=tree.log_probs / 2) if len(tree) > 1 else tree):
         data = codec.tree_to_wire(each).SerializeToString()
         assert codec.tree_from_wire(common_pb2.Tree.FromString(data)) == each
@@ -119,7 +119,7 @@ def test_a_256_node_tree_is_small_on_the_wire() -> None:
         ([1, 2, 3, 4, 5], [-1, 0, 1, 2, 3], [0] * 5, "must have at most 4 nodes, got 5"),
     ],
 )
-def test_broken_trees_are_refused_naming_the_node(
+def test_invalid_trees_are_refused_naming_the_node(
     tokens: list[int], parents: list[int], log_probs: list[float], message: str
 ) -> None:
     with pytest.raises(InvalidTree, match=message):
@@ -135,7 +135,7 @@ def test_broken_trees_are_refused_naming_the_node(
         ([2], r"tree\.draws: must include the parent of each node, got node 2 without 1"),
     ],
 )
-def test_draws_that_cannot_be_are_refused(draws: list[int], message: str) -> None:
+def test_impossible_draws_are_refused(draws: list[int], message: str) -> None:
     tree = Tree.of([1, 2, 3, 4], [-1, 0, 1, 0], [0.0, -1.0, -1.0, -1.0])
     replace(tree, draws=np.array([1, 2], np.int32)).validate(VOCAB, max_nodes=4)
     with pytest.raises(InvalidTree, match=message):
@@ -150,13 +150,13 @@ def test_draws_that_cannot_be_are_refused(draws: list[int], message: str) -> Non
         ([0.0, float("nan")], r"tree\.worth\[1\]: must be at most 0, got nan"),
     ],
 )
-def test_a_worth_that_cannot_be_is_refused(worth: list[float], message: str) -> None:
+def test_an_impossible_value_is_refused(worth: list[float], message: str) -> None:
     with pytest.raises(InvalidTree, match=message):
         replace(Tree.of([1, 2], [-1, 0], [0.0, -1.0]), worth=np.array(worth, np.float32)).validate(VOCAB, 4)
 
 
 @given(trees(), st.integers(1, 45))
-def test_what_is_calibrated_decides_which_nodes_are_best_and_stays_with_them(tree: Tree, budget: int) -> None:
+def test_calibrated_probabilities_decide_which_nodes_are_best_and_are_kept(tree: Tree, budget: int) -> None:
     turned = replace(tree, worth=(-20 - tree.log_probs) * (np.arange(len(tree)) > 0).astype(np.float32))
     trimmed = turned.trimmed(budget)
     assert trimmed.worth is not None
@@ -167,7 +167,7 @@ def test_what_is_calibrated_decides_which_nodes_are_best_and_stays_with_them(tre
     assert {*pairs} <= {*zip(turned.log_probs.tolist(), turned.worth.tolist(), strict=True)}
 
 
-def test_a_parent_too_large_for_int32_is_refused_not_wrapped() -> None:
+def test_a_parent_too_large_for_int32_is_refused_and_not_wrapped() -> None:
     message = common_pb2.Tree(tokens=[1, 2], parents=[2**32 - 1], log_probs=[-1.0])
     with pytest.raises(InvalidTree, match=r"parents\[1\]"):
         codec.tree_from_wire(message).validate(VOCAB, max_nodes=4)

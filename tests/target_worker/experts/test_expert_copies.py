@@ -98,9 +98,7 @@ def rounds_of(layers: Mapping[int, LayerExperts], num_slabs: int, seed: int) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_slabs", [6, 9, 24])
 @pytest.mark.parametrize("seed", range(4))
-def test_an_expert_is_whole_while_it_is_computed_with(
-    num_slabs: int, seed: int, layers: dict[int, LayerExperts]
-) -> None:
+def test_an_expert_is_complete_while_it_is_used(num_slabs: int, seed: int, layers: dict[int, LayerExperts]) -> None:
     """Also in sweeps that begin while one that was given up is still computed."""
     rng = np.random.default_rng(seed)
     with rounds_of(layers, num_slabs, seed) as rounds:
@@ -120,7 +118,7 @@ def test_a_turn_is_queued_without_waiting_for_the_device(layers: dict[int, Layer
         rounds._streams.hold(False)
 
 
-def test_what_is_there_is_not_copied_again_and_guesses_are_few(
+def test_present_experts_are_not_copied_again_and_few_are_prefetched(
     layers: dict[int, LayerExperts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While copies are outstanding beyond a limit nothing is guessed: what is wanted next would come after them."""
@@ -159,7 +157,7 @@ def whole_layers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_resident", long_but([2], [0, 2, 40]))
-def test_the_bits_are_those_of_whole_layers(whole_layers: WholeLayers, max_resident: int) -> None:
+def test_bits_equal_those_of_whole_layers(whole_layers: WholeLayers, max_resident: int) -> None:
     """With the rest of the layers on the device, in the host's memory and on disk."""
     family, folder, wanted = whole_layers
     for num_slabs in (NUM_EXPERTS[family], NUM_EXPERTS[family] + 3):
@@ -172,7 +170,7 @@ def test_the_bits_are_those_of_whole_layers(whole_layers: WholeLayers, max_resid
             assert model.tiers.figures().link_bytes > 0
 
 
-def test_experts_that_the_host_holds_come_when_they_are_chosen() -> None:
+def test_experts_on_the_host_are_copied_when_chosen() -> None:
     """Otherwise layers come whole, as if nothing had been said; or it is said what would do."""
     fixed, little, much = Fixed(1000, 0, 0, 0), Budgets(3000, 7999, 2000, 10), Budgets(3000, 8100, 2000, 10)
     placement = place_with_expert_cache(*MIXTURE, fixed, much, from_host=True, is_forced=True)
@@ -189,7 +187,7 @@ def test_experts_that_the_host_holds_come_when_they_are_chosen() -> None:
         place_with_expert_cache(*MIXTURE, fixed, little, from_host=True, is_forced=True)
 
 
-def test_a_plan_reckons_with_the_link_of_the_host(
+def test_a_plan_includes_the_hosts_link(
     mixture: Path, layers: dict[int, LayerExperts], capsys: pytest.CaptureFixture[str]
 ) -> None:
     slots = [slot for layer in layers.values() for slot in layer.slots]

@@ -55,7 +55,7 @@ def logits_of(model: StreamedModel, *sizes: int) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", long_but([torch.bfloat16], [torch.bfloat16, torch.float32]), ids=str)
-def test_the_bits_are_those_of_whole_layers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_bits_equal_those_of_whole_layers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """With as little room as may be, with some more and with room for all; sweeps of several chunks too."""
     folder = save_model(tmp_path / "model", of_two_layers(family))
     with streamed(folder, dtype) as model:
@@ -79,7 +79,7 @@ def test_packed_experts_have_the_bits_of_whole_layers(
             assert torch.equal(mine, right)
 
 
-def test_a_token_reads_what_it_chooses_and_padding_chooses_nothing(mixture: Path) -> None:
+def test_a_token_reads_its_chosen_experts_and_padding_chooses_none(mixture: Path) -> None:
     """Rows are padded to 16, whose experts would be read as well."""
     config = FAMILIES["qwen3 moe"]
     with streamed(mixture, torch.bfloat16, max_resident=config.num_hidden_layers, expert_slabs=6) as model:
@@ -125,7 +125,7 @@ def store_of(layers: dict[int, LayerExperts], num_slabs: int) -> ExpertStore:
     return ExpertStore(layers, num_slabs, ExpertReads(layers, sizes_of(layers.values()).slab_bytes, num_slabs, 3))
 
 
-def test_experts_that_every_sweep_wants_stay(layers: dict[int, LayerExperts]) -> None:
+def test_experts_that_every_sweep_uses_stay(layers: dict[int, LayerExperts]) -> None:
     """Room for 12 of 24: four layers want two that never change, and one of the other four by turns."""
     with store_of(layers, 12) as store:
         rounds = Rounds(store, 4)
@@ -134,7 +134,7 @@ def test_experts_that_every_sweep_wants_stay(layers: dict[int, LayerExperts]) ->
         assert max(counts[12:]) <= 4
 
 
-def test_a_round_too_large_for_the_room_keeps_a_part(layers: dict[int, LayerExperts]) -> None:
+def test_a_round_larger_than_the_cache_keeps_a_part(layers: dict[int, LayerExperts]) -> None:
     """All 24, with room for 16: were what was used longest ago to leave, nothing would be there when it is wanted."""
     with store_of(layers, 16) as store:
         rounds = Rounds(store, 4)
@@ -143,7 +143,7 @@ def test_a_round_too_large_for_the_room_keeps_a_part(layers: dict[int, LayerExpe
         assert sum(counts[6:]) / 6 < 20
 
 
-def test_what_is_likely_is_there_before_it_is_wanted(layers: dict[int, LayerExperts]) -> None:
+def test_likely_experts_are_read_before_they_are_needed(layers: dict[int, LayerExperts]) -> None:
     """Also round the end of a sweep."""
     with store_of(layers, 12) as store:
         rounds = Rounds(store, 4)
@@ -152,7 +152,7 @@ def test_what_is_likely_is_there_before_it_is_wanted(layers: dict[int, LayerExpe
         assert (store._cache._layer_at[store._cache._is_ahead] == 0).any()
 
 
-def test_a_guess_drives_out_what_is_less_likely_and_nothing_else(layers: dict[int, LayerExperts]) -> None:
+def test_a_prefetched_expert_only_evicts_less_likely_ones(layers: dict[int, LayerExperts]) -> None:
     """Room for two experts of each layer, which are there; a third one is wanted in 6 sweeps of 10, then in 9."""
     with store_of(layers, 8) as store:
         rounds = Rounds(store, 4)
@@ -166,7 +166,7 @@ def test_a_guess_drives_out_what_is_less_likely_and_nothing_else(layers: dict[in
         assert (store._cache._slab_of[1, 2] >= 0, store._cache._slab_of[3, 0] >= 0) == (True, False)
 
 
-def test_what_is_wanted_overtakes_what_is_read_ahead(layers: dict[int, LayerExperts]) -> None:
+def test_needed_experts_are_read_before_prefetched_ones(layers: dict[int, LayerExperts]) -> None:
     """A layer never begins with a guessed expert, which might never come."""
     with store_of(layers, 12) as store:
         rounds, gate = Rounds(store, 4), Event()
@@ -184,7 +184,7 @@ def test_what_is_wanted_overtakes_what_is_read_ahead(layers: dict[int, LayerExpe
         assert all(read.result() for read in stuck)
 
 
-def test_who_is_there_is_computed_before_those_who_come(layers: dict[int, LayerExperts]) -> None:
+def test_present_experts_are_computed_before_missing_ones(layers: dict[int, LayerExperts]) -> None:
     with store_of(layers, 12) as store:
         rounds, gate = Rounds(store, 4), Event()
         rounds.sweep([1, 4])
@@ -197,7 +197,7 @@ def test_who_is_there_is_computed_before_those_who_come(layers: dict[int, LayerE
 
 
 @pytest.mark.parametrize("num_slabs", [6, 9])
-def test_the_cache_knows_where_experts_are_whatever_is_wanted(num_slabs: int, layers: dict[int, LayerExperts]) -> None:
+def test_the_cache_knows_where_experts_are_in_any_order_of_use(num_slabs: int, layers: dict[int, LayerExperts]) -> None:
     rng = np.random.default_rng(0)
     with store_of(layers, num_slabs) as store:
         rounds = Rounds(store, 4)
@@ -230,7 +230,7 @@ def test_a_damaged_file_is_named_and_ends_the_worker(tmp_path: Path, monkeypatch
 MIXTURE = [850] * 10, SeparateExperts([50] * 10, ExpertSizes(slab_bytes=100, most=8, num_experts=80, num_bytes=8000))
 
 
-def test_room_that_is_left_goes_to_experts() -> None:
+def test_remaining_memory_is_used_for_experts() -> None:
     fixed = Fixed(1000, 0, 0, 0)
     placement = place_with_expert_cache(*MIXTURE, fixed, Budgets(3000, 0, 500, 10))
     assert placement.layers(Tier.RESIDENT) == tuple(range(10))
@@ -244,13 +244,13 @@ def test_room_that_is_left_goes_to_experts() -> None:
     assert (len(two.layers(Tier.RESIDENT)), two.fixed.experts) == (2, 1600)
 
 
-def test_too_little_room_for_a_layers_experts_is_said() -> None:
+def test_too_little_memory_for_a_layers_experts_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"--device-memory: must be at least .*experts"):
         place_with_expert_cache(*MIXTURE, Fixed(1000, 0, 0, 0), Budgets(1850, 0, 500, 10))
 
 
 @pytest.mark.slow
-def test_a_target_with_little_memory_says_and_does_the_same(tmp_path: Path) -> None:
+def test_a_target_with_little_memory_gives_the_same_output(tmp_path: Path) -> None:
     """Also where even layers without experts stream."""
     folder, answers = save_model(tmp_path / "model", FAMILIES["mixtral"]), []
     for flags in ("--experts all --resident-layers 0", "--resident-layers 0", "--device-memory 2.9MB"):
@@ -276,7 +276,7 @@ def answer(worker: TargetWorker, tokens: list[int]) -> int:
 
 
 @pytest.mark.slow
-def test_a_plan_reckons_with_what_rows_choose(
+def test_a_plan_includes_the_experts_that_rows_choose(
     mixture: Path, layers: dict[int, LayerExperts], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = "--resident-layers 0 --kv-memory 1MB --max-context 128 --max-nodes 64 --link-speed 1 --compute-speed 1"

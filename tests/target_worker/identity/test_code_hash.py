@@ -68,7 +68,7 @@ def imported(module: str) -> Iterator[str]:
                 yield name
 
 
-def test_whatever_a_sweep_imports_is_said_to_decide_bits_or_not_to() -> None:
+def test_every_module_that_a_sweep_imports_is_declared_to_decide_bits_or_not() -> None:
     seen: set[str] = set()
     waiting = list(SEEDS)
     while waiting:
@@ -83,7 +83,7 @@ def test_whatever_a_sweep_imports_is_said_to_decide_bits_or_not_to() -> None:
     assert set(SEEDS) <= decides
 
 
-def test_a_backend_decides_its_own_bits_only() -> None:
+def test_a_backend_only_decides_its_own_bits() -> None:
     cpu, triton = deciding(load("cpu")), deciding(load("triton"))
     assert "bough.model.cpu.linear" in cpu - triton
     assert "bough.model.gpu.unpack_triton" in triton - cpu
@@ -99,18 +99,18 @@ def test_a_backend_decides_its_own_bits_only() -> None:
         (b"LIMIT = 3", b"\n\nLIMIT = 3"),
     ],
 )
-def test_words_and_places_change_nothing(old: bytes, new: bytes) -> None:
+def test_comments_and_positions_do_not_change_the_hash(old: bytes, new: bytes) -> None:
     assert old in SOURCE
     assert meaning(SOURCE.replace(old, new)) == meaning(SOURCE)
 
 
 @pytest.mark.parametrize(("old", "new"), [(b"* 2", b"* 3"), (b"LIMIT = 3", b"LIMIT = 4"), (b"value * 2", b"2 * value")])
-def test_another_number_or_order_changes_it(old: bytes, new: bytes) -> None:
+def test_another_number_or_order_changes_the_hash(old: bytes, new: bytes) -> None:
     assert old in SOURCE
     assert meaning(SOURCE.replace(old, new)) != meaning(SOURCE)
 
 
-def test_it_is_kept_for_the_next_start_and_found_anew_where_files_differ(
+def test_the_hash_is_cached_for_the_next_start_and_computed_again_for_changed_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path))

@@ -42,9 +42,7 @@ def file_of(folder: Path, size: int, name: str = "model.safetensors") -> Path:
 
 @pytest.mark.parametrize("is_direct", [True, False])
 @pytest.mark.parametrize("size", [0, 1, 4096, 2 * PIECE_BYTES + 777])
-def test_a_digest_is_that_of_all_bytes(
-    tmp_path: Path, size: int, is_direct: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_covers_all_bytes(tmp_path: Path, size: int, is_direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_direct:
         monkeypatch.setattr(os, "O_DIRECT", 0o100000000)  # a flag that the kernel does not know
         monkeypatch.setattr(os, "preadv", _refusing_first(os.preadv))
@@ -65,7 +63,7 @@ def _refusing_first(preadv):
     return read
 
 
-def test_a_digest_is_remembered_for_the_file_as_it_was(tmp_path: Path, cache: Path) -> None:
+def test_a_digest_is_cached_for_an_unchanged_file(tmp_path: Path, cache: Path) -> None:
     file = file_of(tmp_path, 10_000)
     state = FileState.of(file)
     assert known_digest(file, state) is None
@@ -78,9 +76,7 @@ def test_a_digest_is_remembered_for_the_file_as_it_was(tmp_path: Path, cache: Pa
     assert known_digest(file, state) is None, "what was damaged is computed again"
 
 
-def test_where_nothing_can_be_remembered_it_is_known_all_the_same(
-    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_digest_is_computed_without_a_cache(tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache.parent.write_text("a file is in the way")
     file = file_of(tmp_path, 10)
     assert file_digest(file, FileState.of(file)) == hashlib.sha256(file.read_bytes()).hexdigest()
@@ -88,7 +84,7 @@ def test_where_nothing_can_be_remembered_it_is_known_all_the_same(
     assert "read again at the next start" in caplog.text
 
 
-def test_a_file_that_is_written_to_meanwhile_has_no_digest(tmp_path: Path, cache: Path) -> None:
+def test_a_file_written_to_meanwhile_has_no_digest(tmp_path: Path, cache: Path) -> None:
     file = file_of(tmp_path, 2 * PIECE_BYTES)
     state, pieces = FileState.of(file), []
 
@@ -119,7 +115,7 @@ class Turned:
         return ReadPacing(lambda: self.idle_seconds, self.wait, lambda: self.now)
 
 
-def test_while_sweeps_run_little_is_read_and_while_none_do_all_that_goes() -> None:
+def test_little_is_read_while_sweeps_run_and_as_much_as_possible_otherwise() -> None:
     clock = Turned(idle_seconds=0.0)
     pace = clock.pace()
     for _ in range(100):
@@ -134,7 +130,7 @@ def test_while_sweeps_run_little_is_read_and_while_none_do_all_that_goes() -> No
 
 
 @pytest.mark.parametrize("idle_seconds", [0.0, 100.0])
-def test_closing_waits_for_one_piece_at_most(idle_seconds: float) -> None:
+def test_closing_waits_for_at_most_one_piece(idle_seconds: float) -> None:
     clock = Turned(idle_seconds)
     clock.is_over = True
     with pytest.raises(Closed):
@@ -162,9 +158,7 @@ def _computed(weights: WeightsHash) -> str:
     return weights.value
 
 
-def test_a_file_that_was_written_to_since_the_start_leaves_it_unknown(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_written_to_since_the_start_has_no_hash(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = file_of(tmp_path, 1000)
     weights = WeightsHash([file])
     file.write_bytes(bytes(999))
@@ -176,7 +170,7 @@ def test_a_file_that_was_written_to_since_the_start_leaves_it_unknown(
     weights.require_unchanged()
 
 
-def test_closing_ends_the_thread_in_the_middle_of_a_file(tmp_path: Path) -> None:
+def test_closing_ends_the_thread_within_a_file(tmp_path: Path) -> None:
     weights = WeightsHash([file_of(tmp_path, 10)])
     asked = threading.Event()
 

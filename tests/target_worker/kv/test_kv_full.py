@@ -84,7 +84,7 @@ def rows_of(pool: SlotPool, name: str) -> int:
     return 0 if session is None else session.slot.num_rows
 
 
-def test_a_slot_grows_in_steps_and_no_further_than_it_may(engine: SweepEngine, pool: SlotPool) -> None:
+def test_a_slot_grows_in_steps_up_to_its_limit(engine: SweepEngine, pool: SlotPool) -> None:
     caller, rows = Caller.of(0), []
     while len(caller.tokens) < FULL.max_context:
         assert caller.step(engine)
@@ -138,7 +138,7 @@ def lengths(pool: SlotPool, *names: str) -> list[int]:
     return [session.slot.length if session is not None else 0 for session in held]
 
 
-def test_the_youngest_gives_way_first_and_from_its_end(clock: Clock) -> None:
+def test_the_youngest_session_is_preempted_first_and_from_its_end(clock: Clock) -> None:
     pool = new_pool(clock, 200)
     for number, name in enumerate("abcd"):
         use(pool, name, 50, epoch=number)
@@ -152,7 +152,7 @@ def test_the_youngest_gives_way_first_and_from_its_end(clock: Clock) -> None:
     pool.check_integrity()
 
 
-def test_nobody_gives_way_in_vain_nor_to_those_who_came_later(clock: Clock) -> None:
+def test_no_session_is_preempted_in_vain_or_for_a_younger_one(clock: Clock) -> None:
     pool = new_pool(clock, 100)
     use(pool, "old", 40, epoch=1)
     grown = use(pool, "young", 40, epoch=2)
@@ -168,7 +168,7 @@ def test_nobody_gives_way_in_vain_nor_to_those_who_came_later(clock: Clock) -> N
     assert use(pool, "young", 70, epoch=2) is grown
 
 
-def test_who_gave_way_comes_in_before_those_who_began_later(clock: Clock) -> None:
+def test_a_preempted_session_returns_before_those_that_began_later(clock: Clock) -> None:
     pool = new_pool(clock, 100)
     use(pool, "a", 40, epoch=1)
     use(pool, "b", 50, epoch=2)
@@ -186,7 +186,7 @@ def test_who_gave_way_comes_in_before_those_who_began_later(clock: Clock) -> Non
     pool.check_integrity()
 
 
-def test_who_gave_way_and_asks_no_more_holds_nobody_up(clock: Clock) -> None:
+def test_a_preempted_session_without_calls_blocks_nobody(clock: Clock) -> None:
     pool = new_pool(clock, 100)
     use(pool, "a", 40, epoch=1)
     use(pool, "b", 50, epoch=2)
@@ -196,7 +196,7 @@ def test_who_gave_way_and_asks_no_more_holds_nobody_up(clock: Clock) -> None:
     assert use(pool, "c", 10, epoch=3).state is SlotState.HELD
 
 
-def test_nobody_comes_in_who_would_give_way_at_once(clock: Clock) -> None:
+def test_no_session_is_admitted_that_would_be_preempted_at_once(clock: Clock) -> None:
     """Otherwise its prompt is computed again and again."""
     pool = new_pool(clock, 100, step_rows=STEP)
     use(pool, "a", 40, epoch=1)
@@ -206,7 +206,7 @@ def test_nobody_comes_in_who_would_give_way_at_once(clock: Clock) -> None:
     use(pool, "c", 14, epoch=3)
 
 
-def test_a_call_that_waits_ends_where_its_session_gives_way(pool: SlotPool) -> None:
+def test_a_waiting_call_ends_if_its_session_is_preempted(pool: SlotPool) -> None:
     """It gets an error, and what was computed of it is still there when it comes back."""
     calls, (old, young) = CallQueue(pool, FULL), (Caller.of(number) for number in range(2))
     young.tokens *= 5

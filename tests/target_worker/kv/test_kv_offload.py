@@ -122,7 +122,7 @@ def sweep(sessions: Sessions, stage: OffloadedKV, streams: FakeStreams, batch: B
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_layer_sees_what_its_slots_hold_and_its_rows_come_home(seed: int) -> None:
+def test_every_layer_sees_its_slots_rows_and_new_rows_are_stored(seed: int) -> None:
     with stage_over(seed) as (sessions, stage, streams):
         for _ in range(4):
             batch = sessions.batch()
@@ -132,7 +132,7 @@ def test_every_layer_sees_what_its_slots_hold_and_its_rows_come_home(seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_sweep_that_is_given_up_leaves_no_trace(seed: int) -> None:
+def test_an_abandoned_sweep_leaves_no_trace(seed: int) -> None:
     """What it has queued may still be computed when the next one begins."""
     with stage_over(seed) as (sessions, stage, streams):
         for last in range(SHAPE.num_layers):
@@ -168,7 +168,7 @@ def two_rounds(folder: Path, dtype: torch.dtype, staged_rows: int) -> tuple[list
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_a_model_computes_the_same_bits_as_with_keys_and_values_in_place(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_offloaded_kv_gives_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = save_model(tmp_path / "model", TINY)
     (in_place, nothing), (staged, num_bytes) = (two_rounds(folder, dtype, rows) for rows in (0, 200))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(staged, in_place, strict=True))
@@ -177,7 +177,7 @@ def test_a_model_computes_the_same_bits_as_with_keys_and_values_in_place(tmp_pat
     assert num_bytes == (held + added) * KVShape.of(AutoConfig.from_pretrained(folder), dtype).row_bytes
 
 
-def test_on_the_cpu_there_is_no_other_place_for_it(tiny: Path) -> None:
+def test_a_cpu_has_no_other_place_for_kv(tiny: Path) -> None:
     flags = ["--model", str(tiny), "--device", "cpu", "--kv-tier", "host"]
     with pytest.raises(ConfigError, match="--kv-tier: must be device on the CPU, got host"):
         TargetWorker(parse(TargetConfig, "t", flags, {}), "t")

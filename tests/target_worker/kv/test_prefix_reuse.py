@@ -77,7 +77,7 @@ def salted(call: VerifyCall, cache_salt: str) -> VerifyCall:
 
 
 @pytest.mark.parametrize("releases", [True, False])
-def test_calls_of_different_salts_share_no_work(model: FakeModel, engine: SweepEngine, releases: bool) -> None:
+def test_calls_with_different_salts_share_no_work(model: FakeModel, engine: SweepEngine, releases: bool) -> None:
     """Neither where they wait together, nor of what is held, nor of what nobody holds any more."""
     own = [[n, n + 10, n + 20] for n in range(4)]
     calls = [salted(verify_call(f"s{n}", [*SYSTEM, *own[n]]), f"tenant{n % 2}") for n in range(4)]
@@ -100,7 +100,7 @@ def test_calls_of_different_salts_share_no_work(model: FakeModel, engine: SweepE
         assert again.cached_length == 0, "and under the old one nobody's any more"
 
 
-def test_those_who_come_while_it_is_computed_do_not_compute_it_either(model: FakeModel, engine: SweepEngine) -> None:
+def test_sessions_that_arrive_while_a_prefix_is_computed_share_it(model: FakeModel, engine: SweepEngine) -> None:
     with started(engine):
         model.gate.clear()
         first = engine.verify(verify_call("first", [*SYSTEM, 1]))
@@ -112,7 +112,7 @@ def test_those_who_come_while_it_is_computed_do_not_compute_it_either(model: Fak
     assert model.num_computed == 501 + 7 * (502 - BLOCKS)
 
 
-def test_the_second_turn_computes_only_what_is_new(model: FakeModel, engine: SweepEngine) -> None:
+def test_the_second_turn_only_computes_new_tokens(model: FakeModel, engine: SweepEngine) -> None:
     with started(engine):
         engine.verify(verify_call("a", [*SYSTEM, 7])).result(10)
         same = engine.verify(verify_call("a", [*SYSTEM, 7, 8, 9, 3], epoch=2)).result(10)
@@ -122,7 +122,7 @@ def test_the_second_turn_computes_only_what_is_new(model: FakeModel, engine: Swe
         assert other.cached_length == BLOCKS, "and in whole blocks by a session of another name"
 
 
-def test_an_edited_turn_goes_back_to_where_it_was_edited(model: FakeModel, engine: SweepEngine) -> None:
+def test_an_edited_turn_is_computed_from_the_edit_on(model: FakeModel, engine: SweepEngine) -> None:
     with started(engine):
         engine.verify(verify_call("a", [*SYSTEM, 7, 8, 9, 3])).result(10)
         edited = engine.verify(verify_call("a", [*SYSTEM, 7, 20, 21], epoch=2)).result(10)
@@ -131,7 +131,7 @@ def test_an_edited_turn_goes_back_to_where_it_was_edited(model: FakeModel, engin
         assert (again.cached_length, again.verdict.bonus_token, again.held_length) == (500, 8, 501)
 
 
-def test_a_call_knows_what_it_computed_over_several_sweeps(model: FakeModel, engine: SweepEngine) -> None:
+def test_a_call_knows_its_computed_tokens_over_several_sweeps(model: FakeModel, engine: SweepEngine) -> None:
     long = [n % 41 for n in range(1000)]
     with started(
         SweepEngine(StreamedSweeper(model, NO_GRAMMARS), engine.pool, replace(LIMITS, max_sweep_tokens=128), 10)
@@ -176,7 +176,7 @@ def sampled_call(session: str, tokens: Sequence[int], max_length: int = 0) -> Ve
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_after_a_fork_are_bitwise_those_without(tiny: Path, dtype: torch.dtype) -> None:
+def test_logits_after_a_fork_have_the_same_bits(tiny: Path, dtype: torch.dtype) -> None:
     """Prompts that part within a block, a session that goes back, and one that holds all but its root."""
     rng = np.random.default_rng(4)
     common, ends = rng.integers(0, 256, 107).tolist(), rng.integers(0, 256, (3, 20)).tolist()

@@ -60,7 +60,7 @@ def require_spelled(session: SessionSlot) -> None:
         st.tuples(st.sampled_from("ccccrgt"), st.integers(0, 5), st.integers(0, 2), st.integers(1, 120)), max_size=40
     )
 )
-def test_slots_keep_their_promises_whatever_happens(steps: list[tuple[str, int, int, int]]) -> None:
+def test_slots_are_consistent_after_any_operations(steps: list[tuple[str, int, int, int]]) -> None:
     """Calls, releases, callers that go and passing time, in any order: the integrity check holds after each, every
     session's keys are those of its own text, and a session whose lease runs keeps what it holds."""
     clock = Clock()
@@ -95,7 +95,7 @@ def test_slots_keep_their_promises_whatever_happens(steps: list[tuple[str, int, 
     assert figures.held_bytes + figures.idle_bytes <= figures.num_bytes
 
 
-def test_sessions_take_what_they_need_and_no_more(pool: SlotPool) -> None:
+def test_sessions_get_no_more_rows_than_they_need(pool: SlotPool) -> None:
     for number in range(10):
         use(pool, f"s{number}", text(20, 100 * number))
     with pytest.raises(Exhausted, match="20 tokens need 160 bytes, but 0 of 1600 are free; 10 sessions"):
@@ -103,7 +103,7 @@ def test_sessions_take_what_they_need_and_no_more(pool: SlotPool) -> None:
     assert pool.figures().num_held == 10
 
 
-def test_a_session_that_needs_more_gets_it_with_all_that_it_holds(pool: SlotPool) -> None:
+def test_a_session_that_needs_more_rows_gets_them_with_its_content(pool: SlotPool) -> None:
     first = use(pool, "a", text(20))
     use(pool, "b", text(20, 100))
     use(pool, "a", text(150))
@@ -114,7 +114,7 @@ def test_a_session_that_needs_more_gets_it_with_all_that_it_holds(pool: SlotPool
     assert first.slot.tokens == text(150), "who is refused keeps what it has"
 
 
-def test_the_longest_idle_gives_way_first_and_nobody_whose_lease_runs(pool: SlotPool, clock: Clock) -> None:
+def test_the_longest_idle_slot_is_evicted_first_and_none_with_a_lease(pool: SlotPool, clock: Clock) -> None:
     for number, name in enumerate("abcd"):
         clock.now = float(number)
         use(pool, name, text(50, 100 * number))
@@ -128,7 +128,7 @@ def test_the_longest_idle_gives_way_first_and_nobody_whose_lease_runs(pool: Slot
     assert pool.get(ScopedId("b")) is not None, "who would be evicted in vain stays"
 
 
-def test_an_idle_session_gives_its_unused_rows_before_its_tokens(pool: SlotPool, clock: Clock) -> None:
+def test_an_idle_session_gives_up_unused_rows_before_tokens(pool: SlotPool, clock: Clock) -> None:
     use(pool, "a", text(40), num_rows=150)
     clock.now = 11.0
     use(pool, "b", text(150, 1000))
@@ -138,7 +138,7 @@ def test_an_idle_session_gives_its_unused_rows_before_its_tokens(pool: SlotPool,
     assert held.slot.num_rows == 40
 
 
-def test_a_slot_to_which_nothing_could_be_copied_is_not_in_use_for_ever(
+def test_a_slot_whose_copy_failed_does_not_stay_in_use(
     pool: SlotPool, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its call had failed, and counted as in flight: nobody else had the room again."""
@@ -152,7 +152,7 @@ def test_a_slot_to_which_nothing_could_be_copied_is_not_in_use_for_ever(
     pool.check_integrity()
 
 
-def test_a_session_whose_caller_has_gone_is_idle_at_once(pool: SlotPool) -> None:
+def test_a_session_without_a_caller_is_idle_at_once(pool: SlotPool) -> None:
     session = pool.lease(ScopedId("a"), 1, ROWS, Text(text(5)))
     with pytest.raises(Exhausted):
         use(pool, "b", text(60, 1000))
@@ -161,7 +161,7 @@ def test_a_session_whose_caller_has_gone_is_idle_at_once(pool: SlotPool) -> None
     use(pool, "b", text(60, 1000))
 
 
-def test_nobody_can_feel_their_way_along_anothers_prompt_token_by_token(clock: Clock) -> None:
+def test_nobody_can_guess_anothers_prompt_token_by_token(clock: Clock) -> None:
     """A guess that is right for 33 or for 63 tokens gets the same answer as one that is right for 32."""
     secret, reached = text(90), []
     for num_right in range(91):
@@ -174,13 +174,13 @@ def test_nobody_can_feel_their_way_along_anothers_prompt_token_by_token(clock: C
     assert reached == [num_right // 32 * 32 for num_right in range(91)]
 
 
-def test_a_sessions_own_text_is_held_to_the_token(pool: SlotPool) -> None:
+def test_a_sessions_own_text_is_compared_token_by_token(pool: SlotPool) -> None:
     use(pool, "a", text(70))
     session = pool.lease(ScopedId("a"), 1, 100, Text([*text(50), 999, 998]))
     assert session.slot.tokens == text(50)
 
 
-def test_a_session_prefers_its_own_where_that_is_longer(clock: Clock) -> None:
+def test_a_session_prefers_its_own_slot_if_that_has_more_tokens(clock: Clock) -> None:
     pool = new_pool(clock, 400)
     use(pool, "a", text(60))
     own = use(pool, "b", [*text(60), 500, 501, 502])
@@ -193,7 +193,7 @@ def test_a_session_prefers_its_own_where_that_is_longer(clock: Clock) -> None:
     require_spelled(own)
 
 
-def test_what_a_released_session_held_is_taken_over_by_its_next_turn(pool: SlotPool) -> None:
+def test_a_released_sessions_tokens_are_reused_by_its_next_turn(pool: SlotPool) -> None:
     first = use(pool, "a", text(120))
     pool.release(ScopedId("a"))
     assert (len(pool), pool.figures().num_tokens) == (0, 120)
@@ -202,7 +202,7 @@ def test_what_a_released_session_held_is_taken_over_by_its_next_turn(pool: SlotP
     require_spelled(second)
 
 
-def test_what_a_released_session_held_stays_for_those_who_need_less_of_it(pool: SlotPool) -> None:
+def test_a_released_sessions_tokens_are_kept_for_sessions_that_need_fewer_of_them(pool: SlotPool) -> None:
     use(pool, "a", text(80))
     pool.release(ScopedId("a"))
     other = pool.lease(ScopedId("b"), 1, 60, Text([*text(40), 999]))
@@ -210,7 +210,7 @@ def test_what_a_released_session_held_stays_for_those_who_need_less_of_it(pool: 
     assert pool.figures().num_tokens == 80 + 32
 
 
-def test_the_slot_to_begin_from_is_taken_over_where_there_is_no_room_for_a_copy(pool: SlotPool, clock: Clock) -> None:
+def test_a_source_slot_is_taken_over_if_there_is_no_room_for_a_copy(pool: SlotPool, clock: Clock) -> None:
     use(pool, "a", text(120))
     clock.now = 11.0
     session = pool.lease(ScopedId("b"), 1, 150, Text([*text(100), *text(40, 3000)]))
@@ -221,13 +221,13 @@ def test_the_slot_to_begin_from_is_taken_over_where_there_is_no_room_for_a_copy(
     pool.check_integrity()
 
 
-def test_states_change_only_as_they_may(pool: SlotPool) -> None:
+def test_slot_states_only_change_along_allowed_transitions(pool: SlotPool) -> None:
     session = use(pool, "a", text(5))
     with pytest.raises(AssertionError, match="a slot that is held cannot become free"):
         session.become(SlotState.FREE)
 
 
-def test_sessions_that_come_and_go_leave_nothing(pool: SlotPool, clock: Clock) -> None:
+def test_ended_sessions_leave_nothing(pool: SlotPool, clock: Clock) -> None:
     """Those that went before anything was computed for them once stayed for good, with no rows to be evicted for."""
     for number in range(600):
         session = pool.lease(ScopedId(f"s{number}"), 1, 60, Text(text(5, number)))
@@ -244,7 +244,7 @@ def test_sessions_that_come_and_go_leave_nothing(pool: SlotPool, clock: Clock) -
     assert len(pool) <= figures.num_held + figures.num_idle <= ROWS // 60
 
 
-def test_of_too_many_idle_slots_those_unused_for_longest_go(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_idle_slots_the_longest_unused_are_removed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though there is room: each looks at all of them, so that a worker became slower with every short request."""
     monkeypatch.setattr(slot_index, "MAX_IDLE", 20)
     pool = SlotPool(Arena(10_000, 1), 10.0, clock)
@@ -270,9 +270,7 @@ def test_of_too_many_idle_slots_those_unused_for_longest_go(clock: Clock, monkey
     assert latest.slot.length == 32, "texts that were used last are found"
 
 
-def test_a_session_whose_slot_goes_as_it_comes_back_gets_another_one(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_whose_slot_is_lost_on_return_gets_another_one(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_index, "MAX_IDLE", 1)
     pool = SlotPool(Arena(10_000, 1), 10.0, clock)
     for name in ("idle", "lapsing"):
@@ -289,7 +287,7 @@ def test_a_session_whose_slot_goes_as_it_comes_back_gets_another_one(
     pool.check_integrity()
 
 
-def test_the_more_slots_there_are_the_more_rarely_their_integrity_is_checked(clock: Clock) -> None:
+def test_integrity_is_checked_less_often_with_more_slots(clock: Clock) -> None:
     arena = Arena(10_000, 1)
     pool = SlotPool(arena, 10.0, clock)
     for number in range(100):

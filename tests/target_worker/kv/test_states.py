@@ -74,9 +74,7 @@ def afresh(model: StreamedModel, text: list[int], root: int) -> torch.Tensor:
 FORKED = Tree.of([9, 8, 7, 6, 5], [-1, 0, 0, 1, 3], [0.0] * 5)
 
 
-def test_an_accepted_path_goes_into_the_states_and_the_rest_of_the_tree_does_not(
-    model: StreamedModel, pool: SlotPool
-) -> None:
+def test_only_an_accepted_path_enters_the_states(model: StreamedModel, pool: SlotPool) -> None:
     say(model, pool, "a", PROMPT, FORKED)
     session = lease(pool, "a", PROMPT)
     pool.commit(session, [70, 71, 73], [9, 8, 6])
@@ -86,7 +84,7 @@ def test_an_accepted_path_goes_into_the_states_and_the_rest_of_the_tree_does_not
     assert torch.equal(again, afresh(model, text[:71], 2))
 
 
-def test_a_text_that_goes_back_continues_from_a_snapshot(model: StreamedModel, pool: SlotPool) -> None:
+def test_a_shortened_text_continues_from_a_snapshot(model: StreamedModel, pool: SlotPool) -> None:
     say(model, pool, "a", PROMPT, FORKED)
     other = [*PROMPT[:66], 1, 2, 3]
     assert lease(pool, "a", other).slot.length == 64
@@ -95,9 +93,7 @@ def test_a_text_that_goes_back_continues_from_a_snapshot(model: StreamedModel, p
     assert torch.equal(say(model, pool, "a", [1, 2], Tree.root(4))[0], afresh(model, [1, 2], 4))
 
 
-def test_states_go_on_and_back_while_keys_and_values_come_from_the_host(
-    hybrid: Path, model: StreamedModel, pool: SlotPool
-) -> None:
+def test_states_are_restored_while_kv_is_on_the_host(hybrid: Path, model: StreamedModel, pool: SlotPool) -> None:
     """Bits are those of a model that has them in place."""
     with streamed(hybrid, torch.bfloat16, rows=32, staged_rows=NUM_ROWS) as copied:
         say(copied, pool, "a", PROMPT, FORKED)
@@ -107,7 +103,7 @@ def test_states_go_on_and_back_while_keys_and_values_come_from_the_host(
             assert torch.equal(say(copied, pool, "a", text, Tree.root(3))[0], afresh(model, text, 3))
 
 
-def test_a_prefix_is_shared_where_there_is_a_snapshot_and_the_second_session_leaves_one(
+def test_a_prefix_is_shared_from_a_snapshot_and_the_second_session_leaves_one(
     model: StreamedModel, pool: SlotPool
 ) -> None:
     say(model, pool, "a", PROMPT, FORKED)
@@ -120,7 +116,7 @@ def test_a_prefix_is_shared_where_there_is_a_snapshot_and_the_second_session_lea
     pool.check_integrity()
 
 
-def test_no_more_sessions_are_in_use_than_there_is_memory_for_states(pool: SlotPool) -> None:
+def test_sessions_in_use_are_limited_by_memory_for_states(pool: SlotPool) -> None:
     for name in ("a", "b"):
         lease(pool, name, PROMPT)
     with pytest.raises(Exhausted, match="the states of 2 sessions in use fill it"):
@@ -131,7 +127,7 @@ def test_no_more_sessions_are_in_use_than_there_is_memory_for_states(pool: SlotP
 
 
 @pytest.mark.parametrize("num_context", [0, 3])
-def test_after_a_sweep_that_failed_midway_a_session_goes_on(
+def test_a_session_continues_after_a_failed_sweep(
     model: StreamedModel, pool: SlotPool, monkeypatch: pytest.MonkeyPatch, num_context: int
 ) -> None:
     say(model, pool, "a", PROMPT, FORKED)
@@ -152,9 +148,7 @@ def test_after_a_sweep_that_failed_midway_a_session_goes_on(
     assert torch.equal(say(model, pool, "a", text, Tree.root(4))[0], afresh(model, text, 4))
 
 
-def test_a_state_that_a_step_left_midway_is_not_taken_for_whole(
-    model: StreamedModel, pool: SlotPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_state_is_not_used(model: StreamedModel, pool: SlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is done, and then there is no memory for what follows."""
     say(model, pool, "a", PROMPT, FORKED)
     pool.commit(session := lease(pool, "a", PROMPT), [70, 71], [9, 8])
@@ -191,13 +185,13 @@ def test_the_shortest_snapshot_is_kept_for_others_and_the_longest_for_the_sessio
         ({"hidden_act": "gelu"}, "must be 'silu', got 'gelu'"),
     ],
 )
-def test_recurrent_layers_that_would_be_computed_otherwise_are_refused(change: dict[str, Any], problem: str) -> None:
+def test_unsupported_recurrent_layers_are_refused(change: dict[str, Any], problem: str) -> None:
     config = copy.deepcopy(FAMILIES["qwen3.5, recurrent layers"])
     config.update(change)
     assert problem in gated_delta.why_not_recurrent(config)
 
 
-def test_room_for_a_number_of_sessions_is_for_the_longest() -> None:
+def test_memory_for_a_number_of_sessions_is_for_the_longest_ones() -> None:
     limits = TargetLimits(rows=32, max_sweep_tokens=64, max_nodes=50, max_context=350, kv_sessions=3)
     assert limits.num_states(10, 3 * (4000 + 3000), 3000) == 3
     assert limits.num_rows(10, 3 * (4000 + 3000), 3000) == 1200

@@ -57,7 +57,7 @@ def test_a_tenant_with_less_does_not_wait_for_leases_of_one_with_more(pool: Slot
     assert pool.figures().num_held == 5, "both have their share: three and two of five"
 
 
-def test_the_tenant_that_holds_most_gives_way(pool: SlotPool, clock: Clock) -> None:
+def test_the_tenant_with_most_is_evicted_first(pool: SlotPool, clock: Clock) -> None:
     sessions = fill(pool, clock, "modest::0", "greedy::0", "greedy::1", "modest::1", "greedy::2")
     clock.now += TURN_SECONDS
     turn(pool, "new::0")
@@ -69,7 +69,7 @@ def test_the_tenant_that_holds_most_gives_way(pool: SlotPool, clock: Clock) -> N
     ]
 
 
-def test_running_sessions_do_not_give_way(pool: SlotPool, clock: Clock) -> None:
+def test_running_sessions_are_not_evicted(pool: SlotPool, clock: Clock) -> None:
     for number in range(5):
         pool.lease(ScopedId(str(number), "greedy"), 1, EACH, Text([]))
     clock.now += TURN_SECONDS

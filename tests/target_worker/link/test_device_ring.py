@@ -80,7 +80,7 @@ def sweep(ring: DeviceRing, streams: FakeStreams, until: int = len(INDICES)) -> 
 
 @pytest.mark.parametrize("num_slabs", [1, 2, 3, 7])
 @pytest.mark.parametrize("seed", range(6))
-def test_every_layer_is_whole_while_it_is_computed_on(num_slabs: int, seed: int) -> None:
+def test_every_layer_is_complete_while_it_is_used(num_slabs: int, seed: int) -> None:
     with ring_over(FakeHost(), num_slabs, seed) as (ring, streams):
         sweeps = [sweep(ring, streams) for _ in range(8)]
         streams.compute_event().synchronize()
@@ -98,7 +98,7 @@ def test_a_sweep_is_queued_without_waiting_for_the_device() -> None:
         assert right == [True] * 2 * len(INDICES)
 
 
-def test_copies_run_ahead_of_the_next_sweep_and_no_further_than_the_slabs() -> None:
+def test_copies_run_ahead_of_the_next_sweep_as_far_as_there_are_slabs() -> None:
     with ring_over(FakeHost(), 3) as (ring, streams):
         sweep(ring, streams)
         until_carried(ring, (len(INDICES) + 3) * SIZE)  # the slabs that are free are filled without anyone asking
@@ -108,7 +108,7 @@ def test_copies_run_ahead_of_the_next_sweep_and_no_further_than_the_slabs() -> N
         assert figures.wait_ns == len(INDICES) * 1_000_000
 
 
-def test_an_error_of_the_host_reaches_the_sweep_and_is_over_when_its_cause_is() -> None:
+def test_an_error_of_the_host_reaches_the_sweep_and_ends_with_its_cause() -> None:
     host = FakeHost()
     with ring_over(host, 2) as (ring, streams):
         host.broken = 3
@@ -123,7 +123,7 @@ def test_an_error_of_the_host_reaches_the_sweep_and_is_over_when_its_cause_is() 
         assert right == [True] * 2 * len(INDICES)
 
 
-def test_an_error_of_a_queued_copy_is_what_the_next_layer_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_queued_copy_is_raised_by_the_next_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's ring stood still at that layer, and the sweep reported that layers are taken in order."""
     host = FakeHost()
     with monkeypatch.context() as broken, ring_over(host, 3) as (ring, streams):
@@ -141,7 +141,7 @@ def test_an_error_of_a_queued_copy_is_what_the_next_layer_raises(monkeypatch: py
         assert right == [True] * 2 * len(INDICES)
 
 
-def test_after_a_restart_that_failed_nobody_waits_and_the_next_one_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_restart_nobody_waits_and_the_next_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that were cancelled never end: a layer of theirs was waited for without end."""
     host = FakeHost()
     with ring_over(host, 3) as (ring, streams):
@@ -162,7 +162,7 @@ def fail(*_: object) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_sweep_that_is_given_up_leaves_no_trace(seed: int) -> None:
+def test_an_abandoned_sweep_leaves_no_trace(seed: int) -> None:
     """What it has queued may still be computed when the next one begins, from slabs that nobody may then write into."""
     with ring_over(FakeHost(), 2, seed) as (ring, streams):
         for given_up_at in range(len(INDICES)):
@@ -175,7 +175,7 @@ def test_a_sweep_that_is_given_up_leaves_no_trace(seed: int) -> None:
             assert whole == [True] * 2 * len(INDICES)
 
 
-def test_a_ring_ends_while_copies_are_outstanding() -> None:
+def test_a_ring_can_end_with_outstanding_copies() -> None:
     with ring_over(FakeHost(), 2) as (ring, streams), ring.layer(INDICES[0]):
         streams.hold(True)
         threading.Timer(0.05, streams.hold, [False]).start()
@@ -186,7 +186,7 @@ def test_a_ring_ends_while_copies_are_outstanding() -> None:
     ("max_resident", "host_layers", "by_tier"),
     [(1, 2, [1, 0, 3]), (0, 3, [0, 1, 3]), (1, 3, [1, 3, 0]), (4, 0, [4, 0, 0])],
 )
-def test_three_tiers_give_the_bits_that_two_give(
+def test_three_tiers_give_the_bits_of_two(
     tmp_path: Path, max_resident: int, host_layers: int, by_tier: list[int]
 ) -> None:
     """Layers on the device, in the host's memory and on disk, in one model."""
@@ -214,7 +214,7 @@ class Recorded(EagerMode):
 
 
 @pytest.mark.parametrize("bits", [0, 4])
-def test_a_layer_asks_the_device_for_no_number(tiny: Path, tmp_path: Path, bits: int) -> None:
+def test_a_layer_reads_no_number_from_the_device(tiny: Path, tmp_path: Path, bits: int) -> None:
     """Whatever comes back to the host stops the sweep, and the link after it. In float16 products are torch's."""
     folder = tiny
     if bits:

@@ -75,16 +75,14 @@ def check_sweep(ring: Ring) -> None:
 
 @pytest.mark.parametrize("num_slabs", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_layers_arrive_whole_and_in_order_round_after_round(
-    layers: list[LayerExtents], num_slabs: int, num_threads: int
-) -> None:
+def test_layers_arrive_complete_and_in_order(layers: list[LayerExtents], num_slabs: int, num_threads: int) -> None:
     with ring_over(layers, num_slabs, num_threads) as ring:
         for _ in range(3):
             check_sweep(ring)
 
 
 @pytest.mark.parametrize("num_slabs", [1, 2, 4])
-def test_reading_runs_ahead_of_the_next_sweep_and_no_further_than_the_slabs(
+def test_reading_runs_ahead_of_the_next_sweep_as_far_as_there_are_slabs(
     layers: list[LayerExtents], num_slabs: int
 ) -> None:
     with ring_over(layers, num_slabs, num_threads=2) as ring:
@@ -97,7 +95,7 @@ def test_reading_runs_ahead_of_the_next_sweep_and_no_further_than_the_slabs(
         assert ring.figures().link_ns > before.link_ns
 
 
-def test_a_read_error_names_file_and_layer_and_is_over_when_its_cause_is(layers: list[LayerExtents]) -> None:
+def test_a_read_error_names_file_and_layer_and_ends_with_its_cause(layers: list[LayerExtents]) -> None:
     file = layers[3].extents[0].file
     whole = file.read_bytes()
     with ring_over(layers, num_slabs=1, num_threads=2) as ring:
@@ -111,7 +109,7 @@ def test_a_read_error_names_file_and_layer_and_is_over_when_its_cause_is(layers:
         check_sweep(ring)
 
 
-def test_a_sweep_that_is_given_up_leaves_no_trace(layers: list[LayerExtents]) -> None:
+def test_an_abandoned_sweep_leaves_no_trace(layers: list[LayerExtents]) -> None:
     with ring_over(layers, num_slabs=3, num_threads=3) as ring:
         for given_up_at in range(NUM_LAYERS):
             for index in range(given_up_at):
@@ -122,7 +120,7 @@ def test_a_sweep_that_is_given_up_leaves_no_trace(layers: list[LayerExtents]) ->
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_file_that_cannot_be_read_is_named_with_its_tensor_until_it_can(
+def test_an_unreadable_file_is_named_with_its_tensor_until_it_can_be_read(
     layers: list[LayerExtents], which: int
 ) -> None:
     """The kernel itself refuses: the descriptor that the ring reads from becomes one for writing only."""
@@ -143,7 +141,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_tensor_until_it_can(
         os.close(unreadable)
 
 
-def test_a_layer_that_fails_ahead_of_its_turn_fails_nobody_before(
+def test_a_layer_that_fails_early_fails_no_earlier_layer(
     layers: list[LayerExtents], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those before it have been read by then: a sweep of seconds was lost to a layer of the next one."""
@@ -179,7 +177,7 @@ def sweep_twice(ring: Ring) -> None:
     check_sweep(ring)
 
 
-def test_where_direct_reads_are_refused_the_page_cache_serves(
+def test_the_page_cache_is_used_if_direct_reads_are_refused(
     layers: list[LayerExtents], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real_open = os.open
@@ -195,7 +193,7 @@ def test_where_direct_reads_are_refused_the_page_cache_serves(
         check_sweep(ring)
 
 
-def test_time_in_which_two_read_counts_once() -> None:
+def test_overlapping_reading_times_count_once() -> None:
     traffic, began = DiskStats(), time.perf_counter_ns()
     with traffic.reading(7):
         with traffic.reading(5):
@@ -210,7 +208,7 @@ def test_time_in_which_two_read_counts_once() -> None:
     assert traffic.figures(3) == ended
 
 
-def test_a_few_bytes_that_end_at_once_are_no_speed_of_a_link() -> None:
+def test_a_few_bytes_are_no_measurement_of_the_link() -> None:
     """100 bytes in 100 ns, then 50 that had begun long before; the best counts over 100 bytes and more."""
     best = BestSpeed(Timings(link_bytes=0, link_ns=0), least_bytes=100)
     assert best.seen(Timings(link_bytes=0, link_ns=0)) == 0

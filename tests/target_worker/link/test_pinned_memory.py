@@ -101,7 +101,7 @@ def test_a_copy_is_queued_within_its_own_gpu(cudart_of: Callable[..., Cudart], m
     assert torch.equal(source, target)
 
 
-def test_memory_is_asked_for_near_the_gpu(
+def test_memory_is_allocated_near_the_gpu(
     cudart_of: Callable[..., Cudart], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "sys/bus/pci/devices/0000:65:00.0"
@@ -136,7 +136,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_pages_are_there_before_they_are_used(is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_exist_before_they_are_used(is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`is_old`: of a system that cannot be asked for it."""
     if is_old:
         refusing = SimpleNamespace(madvise=lambda *_: -1)
@@ -147,7 +147,7 @@ def test_pages_are_there_before_they_are_used(is_old: bool, monkeypatch: pytest.
     assert not np.frombuffer(memory, np.uint8).any()
 
 
-def test_what_prefers_a_node_can_be_used_whatever_the_system_says() -> None:
+def test_memory_with_a_preferred_node_is_usable_on_any_system() -> None:
     memory = large_pages(MEGABYTE)
     assert prefer_node(memory, 0) in (True, False)
     assert prefer_node(memory, 5000) is False
@@ -157,11 +157,11 @@ def test_what_prefers_a_node_can_be_used_whatever_the_system_says() -> None:
 @pytest.mark.parametrize(
     ("sizes", "runs"), [([], []), ([5], [[5]]), ([2, 2, 2], [[2, 2], [2]]), ([9, 1, 3, 1], [[9], [1, 3], [1]])]
 )
-def test_slabs_share_a_piece_and_none_has_two(sizes: list[int], runs: list[list[int]]) -> None:
+def test_slabs_share_pieces_without_crossing_them(sizes: list[int], runs: list[list[int]]) -> None:
     assert in_pieces(sizes, 4) == runs
 
 
-def test_layers_that_stay_are_in_pieces(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resident_layers_are_in_pieces(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is read into them is right, which `streamed` compares."""
     asked: list[int] = []
 
@@ -178,7 +178,7 @@ def test_layers_that_stay_are_in_pieces(tiny: Path, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(logits, swept(model, new_slot(model)))
 
 
-def test_kv_on_the_host_is_in_pieces_of_whole_layers_near_who_computes_them(
+def test_kv_on_the_host_is_in_pieces_of_whole_layers_near_their_device(
     cudart_of: Callable[..., Cudart], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of which one may be refused: it was once all or nothing."""

@@ -25,7 +25,7 @@ def after_some_rounds(max_delay: float, away: float, sweep: float = 10.0) -> Bat
     return batch_delay
 
 
-def test_who_was_answered_moments_ago_is_waited_for() -> None:
+def test_a_recently_answered_session_is_waited_for() -> None:
     batch_delay = after_some_rounds(0.5, away=1.0)
     batch_delay.arrived("a", 5000.9)
     assert batch_delay.seconds(5000.9, HERE) == pytest.approx(3 * 1.0 - 0.9, abs=0.1)
@@ -42,27 +42,25 @@ def test_who_was_answered_moments_ago_is_waited_for() -> None:
         (0.0, 0.1, 5000.0, 0.0),
     ],
 )
-def test_nobody_is_waited_for_longer_than_it_is_worth(
-    max_delay: float, away: float, now: float, expected: float
-) -> None:
+def test_a_wait_is_no_longer_than_its_gain(max_delay: float, away: float, now: float, expected: float) -> None:
     assert after_some_rounds(max_delay, away).seconds(now, HERE) == pytest.approx(expected)
 
 
-def test_who_has_left_is_not_waited_for() -> None:
+def test_a_session_that_left_is_not_waited_for() -> None:
     batch_delay = after_some_rounds(0.5, away=2.0)
     batch_delay.left("a")
     batch_delay.arrived("b", 5000.5)
     assert batch_delay.seconds(5000.5, HERE) == 0.0
 
 
-def test_a_user_who_thinks_for_minutes_does_not_end_the_waiting_for_others() -> None:
+def test_a_user_who_pauses_for_minutes_does_not_end_waiting_for_others() -> None:
     batch_delay = after_some_rounds(0.5, away=2.0)
     batch_delay.arrived("a", 9000.0)
     batch_delay.answered("b", 9000.0)
     assert batch_delay.seconds(9000.0, HERE) > 0.0
 
 
-def test_sessions_that_never_come_back_are_forgotten() -> None:
+def test_sessions_that_never_return_are_forgotten() -> None:
     batch_delay = after_some_rounds(0.5, away=2.0)
     for number in range(1000):
         batch_delay.answered(f"s{number}", 6000.0)
@@ -86,7 +84,7 @@ def rounds_of(caller: str, num_running: int, away: float = 1.0, sweep: float = 1
     return batch_delay
 
 
-def test_who_has_ended_is_not_waited_for() -> None:
+def test_an_ended_session_is_not_waited_for() -> None:
     batch_delay = rounds_of("o", 3)
     told(batch_delay, "0", 5000.5, num_running=2)
     assert batch_delay.seconds(5000.5, {"o": 1}) > 0.0, "one more of two is drafting"
@@ -94,7 +92,7 @@ def test_who_has_ended_is_not_waited_for() -> None:
     assert batch_delay.seconds(5000.6, {"o": 2}) == 0.0, "the third has ended"
 
 
-def test_who_begins_is_waited_for_once() -> None:
+def test_a_new_session_is_waited_for_once() -> None:
     batch_delay = rounds_of("o", 1)
     told(batch_delay, "0", 5001.0, num_running=3)
     assert batch_delay.seconds(5001.0, {"o": 1}) == pytest.approx(3.0), "as long as drafting typically takes, and slack"
@@ -110,7 +108,7 @@ def test_who_begins_is_waited_for_once() -> None:
         assert waits == (number == 1), "and is not waited for again"
 
 
-def test_beginnings_that_take_longer_than_a_sweep_are_not_waited_for() -> None:
+def test_starts_longer_than_a_sweep_are_not_waited_for() -> None:
     batch_delay = rounds_of("o", 1)
     for number in range(20):
         begun = 6000.0 + 100 * number
@@ -123,7 +121,7 @@ def test_beginnings_that_take_longer_than_a_sweep_are_not_waited_for() -> None:
     assert batch_delay.seconds(9000.0, {"o": 1}) == 0.0
 
 
-def test_callers_are_expected_each_by_what_it_says() -> None:
+def test_callers_are_expected_by_their_own_reports() -> None:
     batch_delay = rounds_of("o", 1)
     told(batch_delay, "0", 5001.0, num_running=1)
     batch_delay.arrived("x", 5001.0, "p", 2)
@@ -140,7 +138,7 @@ def test_callers_that_are_gone_are_forgotten() -> None:
     assert len(batch_delay._callers) <= 1
 
 
-def test_a_wait_has_an_end_however_many_begin_one_after_another() -> None:
+def test_waiting_is_limited_however_many_sessions_begin_in_turn() -> None:
     batch_delay = rounds_of("o", 1)
     now = 5001.0
     told(batch_delay, "0", now, num_running=2)

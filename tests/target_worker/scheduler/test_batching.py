@@ -95,7 +95,7 @@ sizes = st.lists(st.tuples(st.integers(0, 300), st.integers(1, MAX_NODES)), min_
 
 @settings(max_examples=120)
 @given(sizes, knees)
-def test_everyone_who_waits_gets_on_within_as_many_sweeps_as_there_are_calls(
+def test_every_waiting_call_progresses_within_as_many_sweeps_as_there_are_calls(
     mix: list[tuple[int, int]], knee: float
 ) -> None:
     calls = [prompt(length, nodes, start=1000 * n) for n, (length, nodes) in enumerate(mix)]
@@ -108,7 +108,7 @@ def test_everyone_who_waits_gets_on_within_as_many_sweeps_as_there_are_calls(
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(1, MAX_NODES), min_size=1, max_size=10), st.lists(st.integers(1, 400), max_size=4), knees)
-def test_nobody_starves_where_others_come_again_and_again(trees: list[int], prompts: list[int], knee: float) -> None:
+def test_no_call_starves_while_others_keep_coming(trees: list[int], prompts: list[int], knee: float) -> None:
     """Sessions that decode without end, and prompts among them: a fixed order once kept the last ones out for good."""
     decoding = [Call(Text([]), nodes) for nodes in trees]
     calls = [*decoding, *(prompt(length) for length in prompts)]
@@ -128,7 +128,7 @@ def test_nobody_starves_where_others_come_again_and_again(trees: list[int], prom
         assert all(number - last[id(call)] <= len(calls) for call in order)
 
 
-def test_a_tree_comes_before_a_long_prompt_and_the_prompt_gets_the_rest() -> None:
+def test_a_tree_comes_before_a_long_prompt_which_gets_the_remaining_rows() -> None:
     long, tree = prompt(1000), Call(Text([]), 24)
     parts = plainly([long, tree])
     assert {id(part.job): part.num_tokens for part in parts} == {id(tree): 24, id(long): 40}
@@ -155,7 +155,7 @@ def test_many_trees_leave_a_prompt_its_share() -> None:
     assert part.num_context >= ROOM // 8
 
 
-def test_prompts_are_finished_one_after_another_rather_than_all_at_the_end() -> None:
+def test_prompts_are_finished_one_after_another() -> None:
     calls = [prompt(100, start=1000 * n) for n in range(4)]
     run(calls, plainly)
     answered = sorted(call.answered for call in calls if call.answered is not None)
@@ -163,19 +163,19 @@ def test_prompts_are_finished_one_after_another_rather_than_all_at_the_end() -> 
     assert answered[-1] == -(-4 * 101 // ROOM) - 1, "and the last no later than if all had kept step"
 
 
-def test_a_beginning_of_many_is_computed_once() -> None:
+def test_a_shared_prefix_is_computed_once() -> None:
     calls = [Call(Text([*range(32), 1000 + n])) for n in range(8)]
     assert run(calls, sharing(calls)) == 32 + 8 * 2
     assert {call.answered for call in calls[1:]} == {1}
 
 
-def test_two_that_fit_one_sweep_do_not_wait_where_the_link_is_the_limit() -> None:
+def test_two_calls_that_fit_one_sweep_do_not_wait_if_the_link_is_the_limit() -> None:
     calls = [Call(Text([*range(20), 1000 + n])) for n in range(2)]
     assert run(calls, sharing(calls)) == 2 * 22
     assert {call.answered for call in calls} == {0}
 
 
-def test_two_that_fit_one_sweep_wait_where_products_are_the_limit() -> None:
+def test_two_calls_that_fit_one_sweep_wait_if_computing_is_the_limit() -> None:
     calls = [Call(Text([*range(40), 1000 + n])) for n in range(2)]
 
     def slow(waiting: list[Call]) -> list[Part[Call]]:
@@ -184,7 +184,7 @@ def test_two_that_fit_one_sweep_wait_where_products_are_the_limit() -> None:
     assert [part.job for part in slow(calls)] == calls[:1]
 
 
-def test_a_short_beginning_is_not_worth_waiting() -> None:
+def test_a_short_prefix_is_not_waited_for() -> None:
     calls = [Call(Text([*range(ROWS - 1), *range(1000 * n, 1000 * n + 60)])) for n in range(1, 5)]
     assert len(sharing(calls)(calls)) == 4
 
@@ -198,7 +198,7 @@ families = st.lists(
 
 @settings(max_examples=120)
 @given(families)
-def test_sharing_never_computes_more_nor_passes_anyone_over_for_long(mix: list[tuple[int, int, int, int]]) -> None:
+def test_sharing_never_increases_work_or_delays_a_call_for_long(mix: list[tuple[int, int, int, int]]) -> None:
     """Texts of three families, each a beginning in common of some length and an end of their own."""
 
     def calls() -> list[Call]:
@@ -217,7 +217,7 @@ def test_sharing_never_computes_more_nor_passes_anyone_over_for_long(mix: list[t
 
 @settings(max_examples=200)
 @given(st.integers(2, 10), st.integers(0, 400), st.integers(0, 40), st.integers(1, MAX_NODES))
-def test_waiting_for_anothers_work_makes_nobody_later(num_calls: int, common: int, own: int, nodes: int) -> None:
+def test_waiting_for_anothers_work_delays_nobody(num_calls: int, common: int, own: int, nodes: int) -> None:
     """Calls that begin alike: in time, by what sweeps take, no later than had each computed all of it."""
 
     def calls() -> list[Call]:

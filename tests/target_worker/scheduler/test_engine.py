@@ -44,7 +44,7 @@ def engine(model: FakeModel, clock: Clock) -> Iterator[SweepEngine]:
         yield engine
 
 
-def test_the_walk_takes_the_targets_tokens_and_no_others() -> None:
+def test_only_the_targets_tokens_are_accepted() -> None:
     tree = Tree.of([1, 9, 2, 3, 7, 4], [-1, 0, 0, 2, 2, 3], [0, -1, -1, -1, -1, -1])
     verdict = walk(tree, lambda path: int(tree.tokens[path[-1]]) + 1)
     assert (verdict.accepted_nodes, verdict.bonus_token) == ((2, 3, 5), 5)
@@ -88,7 +88,7 @@ def test_the_cost_curve_of_the_warm_up_is_reported_before_the_first_sweep(
     assert [engine.cost(rows) for rows in (1, 16)] == pytest.approx([0.7, 0.9])
 
 
-def test_rounds_follow_one_another(engine: SweepEngine) -> None:
+def test_successive_rounds_continue_the_text(engine: SweepEngine) -> None:
     first = engine.verify(verify_call("a", [5, 6, 7])).result(5)
     assert (first.verdict.bonus_token, first.held_length) == (8, 3)
     tree = Tree.of([8, 20, 9, 10], [-1, 0, 0, 2], [0, -1, -1, -1])
@@ -97,9 +97,7 @@ def test_rounds_follow_one_another(engine: SweepEngine) -> None:
     assert (second.timings.wait_ns, second.timings.compute_ns, second.timings.link_bytes) == (40, 60, 1000)
 
 
-def test_a_long_context_goes_through_several_sweeps_and_others_ride_along(
-    engine: SweepEngine, model: FakeModel
-) -> None:
+def test_a_long_context_takes_several_sweeps_that_others_share(engine: SweepEngine, model: FakeModel) -> None:
     model.gate.clear()
     long, short = engine.verify(verify_call("long", list(range(40)))), engine.verify(verify_call("short", [3, 4]))
     model.gate.set()
@@ -109,7 +107,7 @@ def test_a_long_context_goes_through_several_sweeps_and_others_ride_along(
     assert long.result().timings.num_passes == 3
 
 
-def test_a_round_that_overtakes_one_in_flight_is_refused(engine: SweepEngine, model: FakeModel) -> None:
+def test_a_round_during_another_of_its_session_is_refused(engine: SweepEngine, model: FakeModel) -> None:
     """Round 0 takes several sweeps, so that its session's next call comes in between."""
     model.gate.clear()
     running = engine.verify(verify_call("a", list(range(40))))
@@ -133,7 +131,7 @@ def test_a_repeated_round_gets_the_first_answer(engine: SweepEngine, model: Fake
     assert len(model.batches) == 1
 
 
-def test_a_call_that_was_held_up_does_not_undo_what_came_after_it(engine: SweepEngine, model: FakeModel) -> None:
+def test_a_delayed_call_does_not_undo_later_ones(engine: SweepEngine, model: FakeModel) -> None:
     """A copy of round 0 that comes after round 1 once rolled the session back, and round 2 was refused meanwhile."""
     engine.verify(verify_call("a", [1, 2])).result(5)
     engine.verify(verify_call("a", [1, 2, 3], held=2, round_=1)).result(5)
@@ -156,7 +154,7 @@ def test_a_newer_epoch_ends_an_older_one(engine: SweepEngine, model: FakeModel) 
         engine.verify(verify_call("a", [1, 2], epoch=1)).result(5)
 
 
-def test_wrong_beliefs_are_answered_with_the_truth(engine: SweepEngine) -> None:
+def test_wrong_assumptions_about_the_session_are_answered_with_its_state(engine: SweepEngine) -> None:
     engine.verify(verify_call("a", [1, 2, 3])).result(5)
     with pytest.raises(PrefixMissing, match="but 3 tokens are") as caught:
         engine.verify(verify_call("a", [1, 2, 3, 4, 5, 6], held=5, round_=1)).result(5)
@@ -169,7 +167,7 @@ def test_wrong_beliefs_are_answered_with_the_truth(engine: SweepEngine) -> None:
     assert engine.verify(verify_call("a", [1, 2, 30], held=2, round_=1)).result(5).verdict.bonus_token == 31
 
 
-def test_a_context_that_does_not_fit_is_refused(engine: SweepEngine) -> None:
+def test_a_context_that_is_too_long_is_refused(engine: SweepEngine) -> None:
     with pytest.raises(InvalidRequest, match="context: must have at most 48 tokens, got 49"):
         engine.verify(verify_call("a", list(range(49)))).result(5)
     chain = Tree.of([7, 8, 9], [-1, 0, 1], [0.0, -1.0, -1.0])
@@ -178,7 +176,7 @@ def test_a_context_that_does_not_fit_is_refused(engine: SweepEngine) -> None:
     assert engine.verify(verify_call("a", [1] * 45 + [7], tree=chain)).result(5).verdict.accepted_nodes == (1, 2)
 
 
-def test_who_has_lost_a_session_cannot_release_it(engine: SweepEngine) -> None:
+def test_a_superseded_caller_cannot_release_the_session(engine: SweepEngine) -> None:
     """Otherwise an orchestrator that tidies up behind a broken stream would end the stream that resumed it."""
     engine.verify(verify_call("a", [5, 6], epoch=3)).result(5)
     with pytest.raises(StaleEpoch):
@@ -188,7 +186,7 @@ def test_who_has_lost_a_session_cannot_release_it(engine: SweepEngine) -> None:
         engine.release(ScopedId("a"), epoch=3).result(5)
 
 
-def test_a_slot_has_room_for_trees_of_the_size_that_come(engine: SweepEngine) -> None:
+def test_a_slot_has_room_for_trees_of_recent_sizes(engine: SweepEngine) -> None:
     engine.verify(verify_call("a", [1])).result(5)
     session = engine.pool.get(ScopedId("a"))
     assert session is not None
@@ -199,7 +197,7 @@ def test_a_slot_has_room_for_trees_of_the_size_that_come(engine: SweepEngine) ->
     engine.pool.check_integrity()
 
 
-def test_a_failed_sweep_fails_its_calls_and_nothing_else(engine: SweepEngine, model: FakeModel) -> None:
+def test_a_failed_sweep_only_fails_its_calls(engine: SweepEngine, model: FakeModel) -> None:
     engine.verify(verify_call("a", [1, 2])).result(5)
     model.error = StreamError("file: layer 3: gone")
     with pytest.raises(StreamError, match="layer 3"):
@@ -207,7 +205,7 @@ def test_a_failed_sweep_fails_its_calls_and_nothing_else(engine: SweepEngine, mo
     assert engine.verify(verify_call("a", [1, 2, 3], held=2, round_=1)).result(5).verdict.bonus_token == 4
 
 
-def test_logits_that_are_no_numbers_fail_their_call_alone(engine: SweepEngine, model: FakeModel) -> None:
+def test_nan_logits_only_fail_their_call(engine: SweepEngine, model: FakeModel) -> None:
     real = model.sweep
 
     def broken(batch: Batch) -> tuple[torch.Tensor, Timings]:
@@ -236,7 +234,7 @@ def test_compaction_moves_exactly_the_accepted_rows(rows: list[int], start: int)
     assert np.array_equal(slot.keys[0, end:, 0, 0], np.arange(end, 64))
 
 
-def test_a_bogus_start_changes_nothing(engine: SweepEngine) -> None:
+def test_an_invalid_start_changes_nothing(engine: SweepEngine) -> None:
     engine.verify(verify_call("a", [1, 2, 3])).result(5)
     before = engine.pool.figures()
     for start in (7, 40):
@@ -249,7 +247,7 @@ def test_a_bogus_start_changes_nothing(engine: SweepEngine) -> None:
     assert session.epoch == 1, "who does not know what is held has not begun an epoch"
 
 
-def test_a_call_that_nobody_waits_for_leaves_before_the_next_sweep(engine: SweepEngine, model: FakeModel) -> None:
+def test_an_abandoned_call_leaves_before_the_next_sweep(engine: SweepEngine, model: FakeModel) -> None:
     """Two hang on the first call's sweep; one of them has gone by its end, and its slot is idle at once."""
     model.gate.clear()
     first = engine.verify(verify_call("a", [1]))
@@ -276,7 +274,7 @@ def test_passes_are_counted_when_they_end(engine: SweepEngine, model: FakeModel)
     assert engine.num_passes == before + 1
 
 
-def test_a_call_that_is_half_way_leaves_too_and_may_come_again(engine: SweepEngine, model: FakeModel) -> None:
+def test_an_abandoned_unfinished_call_leaves_and_may_be_repeated(engine: SweepEngine, model: FakeModel) -> None:
     model.gate.clear()
     long = engine.verify(verify_call("a", list(range(40))))
     model.wait_for_sweep()
@@ -288,7 +286,7 @@ def test_a_call_that_is_half_way_leaves_too_and_may_come_again(engine: SweepEngi
     assert (again.verdict.bonus_token, again.cached_length) == (40, 16), "what was computed is not computed again"
 
 
-def test_a_call_stays_while_one_of_its_callers_does(engine: SweepEngine, model: FakeModel) -> None:
+def test_a_call_stays_while_one_of_its_callers_waits(engine: SweepEngine, model: FakeModel) -> None:
     model.gate.clear()
     busy = engine.verify(verify_call("z", [1]))
     model.wait_for_sweep()
@@ -299,7 +297,7 @@ def test_a_call_stays_while_one_of_its_callers_does(engine: SweepEngine, model: 
     assert busy.result(5).verdict.bonus_token == 2
 
 
-def test_more_calls_than_may_wait_are_refused_at_once(model: FakeModel, clock: Clock) -> None:
+def test_calls_beyond_the_queue_are_refused_at_once(model: FakeModel, clock: Clock) -> None:
     with running(model, new_pool(clock), max_waiting=2) as engine:
         model.gate.clear()
         calls = [engine.verify(verify_call(session, [1])) for session in ("a", "b")]
@@ -310,7 +308,7 @@ def test_more_calls_than_may_wait_are_refused_at_once(model: FakeModel, clock: C
         engine.verify(verify_call("a", [1, 2], held=1, round_=1)).result(5)
 
 
-def test_a_draining_engine_ends_what_it_has_begun_and_begins_nothing(engine: SweepEngine, model: FakeModel) -> None:
+def test_a_draining_engine_finishes_running_calls_and_begins_none(engine: SweepEngine, model: FakeModel) -> None:
     engine.verify(verify_call("old", [1])).result(5)
     model.gate.clear()
     running = engine.verify(verify_call("a", list(range(40))))
@@ -327,7 +325,7 @@ def test_a_draining_engine_ends_what_it_has_begun_and_begins_nothing(engine: Swe
     assert engine.drain().result(5) is None
 
 
-def test_an_engine_that_is_stopped_leaves_nobody_waiting(model: FakeModel, clock: Clock) -> None:
+def test_a_stopped_engine_leaves_no_waiting_caller(model: FakeModel, clock: Clock) -> None:
     with running(model, new_pool(clock)) as engine:
         model.gate.clear()
         left = engine.verify(verify_call("a", list(range(40))))
@@ -348,7 +346,7 @@ def test_calls_to_a_stopped_engine_are_refused(model: FakeModel, clock: Clock) -
         assert engine.num_waiting == 0
 
 
-def test_a_verdict_that_fails_is_one_calls_trouble(engine: SweepEngine, model: FakeModel) -> None:
+def test_a_failed_verdict_only_affects_its_call(engine: SweepEngine, model: FakeModel) -> None:
     """An error without a name once failed all that were in the sweep."""
     model.gate.clear()
     engine.verify(verify_call("z", [1], max_length=4))
@@ -365,7 +363,7 @@ def test_a_verdict_that_fails_is_one_calls_trouble(engine: SweepEngine, model: F
     assert engine.verify(verify_call("a", [1, 2], round_=1)).result(5).verdict.bonus_token == 3
 
 
-def test_the_thread_outlives_what_goes_wrong_before_a_sweep(
+def test_the_thread_survives_errors_before_a_sweep(
     engine: SweepEngine, model: FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It once ended, and every later call waited for ever."""
@@ -382,7 +380,7 @@ def test_the_thread_outlives_what_goes_wrong_before_a_sweep(
     assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
 
 
-def test_sessions_that_draft_are_waited_for(clock: Clock) -> None:
+def test_drafting_sessions_are_waited_for(clock: Clock) -> None:
     """Two sessions whose sweeps take a second and whose drafting takes a moment: rounds go together."""
     model = FakeModel(figures=Timings(1_000_000_000, 0, 0, 1_000_000_000, 0, 0, 1, 0))
     with running(model, new_pool(clock), max_delay=0.9) as engine:
@@ -409,7 +407,7 @@ def say(engine: SweepEngine, name: str, tokens: list[int], round_: int, num_runn
 
 
 @pytest.mark.slow
-def test_a_session_that_finds_no_room_again_and_again_holds_nobody_up(clock: Clock) -> None:
+def test_a_session_that_repeatedly_finds_no_room_delays_nobody(clock: Clock) -> None:
     """It is counted as running and its calls are refused: once every one of them was news of a session to wait for."""
     model = FakeModel(figures=AN_HOUR)
     with running(model, new_pool(clock), max_delay=1.0) as engine:
@@ -433,7 +431,7 @@ def asking(session: str, tokens: Sequence[int], round_: int = 0, epoch: int = 1)
     return replace(verify_call(session, tokens, len(tokens) - 1, round_, epoch), reserves=True)
 
 
-def test_who_asks_for_room_has_it_before_sending_anything(engine: SweepEngine) -> None:
+def test_a_session_can_reserve_room_before_sending_anything(engine: SweepEngine) -> None:
     """A call that waits for room asks without its context, and later calls do not take its room."""
     text = list(range(1, 21))
     engine.verify(verify_call("first", text)).result(5)
@@ -451,7 +449,7 @@ def test_who_asks_for_room_has_it_before_sending_anything(engine: SweepEngine) -
     engine.pool.check_integrity()
 
 
-def test_a_session_that_asks_for_more_room_keeps_what_it_holds(engine: SweepEngine) -> None:
+def test_a_session_that_asks_for_more_room_keeps_its_tokens(engine: SweepEngine) -> None:
     text = list(range(1, 21))
     engine.verify(verify_call("s", text[:10], max_length=12)).result(5)
     with pytest.raises(PrefixMissing) as missing:

@@ -161,7 +161,7 @@ def check_texts(gate: Gated, vocab_size: int, num: int = 16) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_division_that_drops_anything_changes_no_token(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_any_division_of_rows_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr("target_worker.scheduler.row_division.divide", random_division(seed))
     with gated(FakeModel(), new_pool(Clock(), 8 * LIMITS.slot_rows)) as gate:
         assert check_texts(gate, 50) > 3
@@ -172,7 +172,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
 
 
-def test_nor_does_it_of_a_model(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+def test_any_division_of_rows_of_a_model_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
     monkeypatch.setattr("target_worker.scheduler.row_division.divide", random_division(1))
     with streamed(tiny, torch.float32) as model:
         shape = model.skeleton.kv_shape()
@@ -181,7 +181,7 @@ def test_nor_does_it_of_a_model(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> 
             assert check_texts(gate, 64) > 3
 
 
-def test_what_does_not_pay_is_left_out_of_a_sweep_that_is_shared_and_only_of_those_who_allow_it() -> None:
+def test_nodes_that_do_not_pay_are_left_out_of_shared_sweeps_if_allowed() -> None:
     """Every row takes a tenth of a second more here, and hopeless guesses win nothing in it."""
     hopeless = Tree.of([1, 9, 8, 7], [-1, 0, 0, 0], [0.0, -9.0, -10.0, -11.0])
     with gated(FakeModel(figures=DEAR), new_pool(Clock(), 8 * LIMITS.slot_rows)) as gate:
@@ -204,7 +204,7 @@ def test_what_does_not_pay_is_left_out_of_a_sweep_that_is_shared_and_only_of_tho
         assert prompt.result().left_out_nodes == ()
 
 
-def test_trees_that_do_not_fit_together_are_cut_rather_than_kept_waiting() -> None:
+def test_trees_that_do_not_fit_together_are_cut_without_waiting() -> None:
     chain = Tree.of(range(1, 9), range(-1, 7), [0.0] + [-0.1] * 7)
     with gated(FakeModel(), new_pool(Clock(), 8 * LIMITS.slot_rows)) as gate:
         gate.engine.verify(shareable("first", [1], 0, 0, Tree.root(1))).result(10)
@@ -214,7 +214,7 @@ def test_trees_that_do_not_fit_together_are_cut_rather_than_kept_waiting() -> No
         assert max(gate.num_rows) <= LIMITS.max_sweep_tokens
 
 
-def test_samples_stay_whole() -> None:
+def test_samples_are_never_cut() -> None:
     class Held:
         call = verify_call("a", [1])
 
@@ -229,7 +229,7 @@ def test_samples_stay_whole() -> None:
     assert not may_leave_out(held)
 
 
-def test_the_price_of_a_second_is_what_all_get_in_one() -> None:
+def test_the_price_of_a_second_is_what_all_sessions_get_in_it() -> None:
     sweeps = SweepYield()
     assert (sweeps.tokens_per_second, sweeps.recent) == (0.0, Yield(0.0, 0.0))
     now = 0.0
@@ -291,7 +291,7 @@ cases = st.tuples(
 
 @settings(max_examples=80, deadline=None)
 @given(cases)
-def test_no_other_way_is_worth_more(
+def test_no_other_division_is_worth_more(
     case: tuple[int, list[tuple[int, bool]], int, float, int],
 ) -> None:
     seed, sizes, fixed, price, step = case
@@ -315,14 +315,14 @@ def test_no_other_way_is_worth_more(
     assert worth(riders, kept, fixed, cost, price) == pytest.approx(best)
 
 
-def test_where_rows_cost_nothing_nothing_is_left_out() -> None:
+def test_if_rows_are_free_nothing_is_left_out() -> None:
     riders = [random_rider(np.random.default_rng(seed), 40) for seed in range(3)]
     assert [len(nodes) for nodes in divide(riders, 100, FREE, Yield(50.0), 1000)] == [40, 40, 40]
     hopeless = SweepTree(np.array([1.0, 0.0, 0.0]), np.array([-1, 0, 0], np.int32))
     assert len(divide([hopeless], 0, FREE, Yield(50.0, 0.0), 1000)[0]) == 3, "though it is worth nothing either"
 
 
-def test_what_seconds_have_brought_in_sweeps_that_were_too_long_does_not_make_this_one_too_long() -> None:
+def test_the_gain_of_earlier_overlong_sweeps_does_not_make_this_one_too_long() -> None:
     """A target whose sweeps had been of all nodes once took twenty of them to find out that half would do better."""
     random = np.random.default_rng(0)
     riders = [random_rider(random, 64) for _ in range(8)]

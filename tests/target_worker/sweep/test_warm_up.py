@@ -38,7 +38,7 @@ def twelve_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_said_afterwards_is_the_same(twelve_layers: Path, way: str) -> None:
+def test_output_after_a_warm_up_is_the_same(twelve_layers: Path, way: str) -> None:
     with streamed(twelve_layers, torch.bfloat16, **WAYS[way]) as model:
         wanted = plain_logits(model, TOKENS)
     with streamed(twelve_layers, torch.bfloat16, **WAYS[way]) as model:
@@ -58,7 +58,7 @@ class Known(NamedTuple):
     volume: CostCurve | None = None
 
 
-def test_a_start_measures_what_sweeps_will_take(twelve_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_measures_sweep_times(twelve_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_model, "SweepTimes", Known)
     with streamed(twelve_layers, torch.bfloat16) as model:
         prior = model.warm_up(new_slot(model), MOST)
@@ -71,7 +71,7 @@ def test_a_start_measures_what_sweeps_will_take(twelve_layers: Path, monkeypatch
         assert prior.link_seconds > 0
 
 
-def test_of_a_layer_and_the_head_a_whole_sweep_is_made() -> None:
+def test_a_whole_sweep_is_estimated_from_a_layer_and_the_head() -> None:
     asked: list[int] = []
 
     def one_layer(num_tokens: int) -> PassSeconds:
@@ -91,7 +91,7 @@ def test_of_a_layer_and_the_head_a_whole_sweep_is_made() -> None:
     compute_curve(lambda tokens: PassSeconds(1 / tokens, 0.0), RowCounts(256, 1), 1000, 10).validate("compute")
 
 
-def test_experts_that_were_read_for_it_are_no_others_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_read_for_the_warm_up_are_the_same_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_model, "SweepTimes", Known)
     folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
     with streamed(folder, torch.bfloat16) as model:
@@ -107,7 +107,7 @@ def test_experts_that_were_read_for_it_are_no_others_later(tmp_path: Path, monke
         assert all(torch.equal(*pair) for pair in zip(plain_logits(model, TOKENS), wanted, strict=True))
 
 
-def test_it_does_not_read_the_model(twelve_layers: Path) -> None:
+def test_the_warm_up_does_not_read_the_model(twelve_layers: Path) -> None:
     """Two layers, the first one again, and what the ring reads ahead of them: not counted as the next sweep's."""
     with streamed(twelve_layers, torch.bfloat16) as model:
         sizes = sum(layer.num_bytes for layer in model.tiers.layers)

@@ -92,7 +92,7 @@ class World:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("has_additions", [False, True])
-def test_over_all_trees_texts_have_the_targets_distribution(
+def test_texts_over_all_trees_have_the_targets_distribution(
     seed: int, shape: str, scheme: Scheme, has_additions: bool
 ) -> None:
     """Without a random number: what a round says, and after it plain decoding."""
@@ -117,7 +117,7 @@ def test_whole_paths_accept_more(seed: int, shape: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_a_chain_it_is_block_verification(seed: int) -> None:
+def test_on_a_chain_it_equals_block_verification(seed: int) -> None:
     """As arXiv 2403.10444, algorithm 2, has it: the longest prefix whose own number is below its threshold."""
     world, mean = World(seed), 0.0
     for first, second in itertools.product(range(VOCAB - 1), repeat=2):
@@ -140,9 +140,7 @@ def test_of_a_chain_it_is_block_verification(seed: int) -> None:
 
 
 @given(some=st.lists(pairs(max_vocab=6), min_size=1, max_size=4), data=st.data())
-def test_no_draft_whatever_makes_a_number_that_is_none(
-    some: list[tuple[np.ndarray, Support]], data: st.DataObject
-) -> None:
+def test_no_draft_causes_a_nan(some: list[tuple[np.ndarray, Support]], data: st.DataObject) -> None:
     """Of chains of any length: one-hot, disjoint, equal, with vanishing and with enormous weights."""
     vocab_size = max(len(target_probs) for target_probs, _ in some)
     targets = [np.pad(target_probs, (0, vocab_size - len(target_probs))) for target_probs, _ in some]

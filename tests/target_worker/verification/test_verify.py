@@ -75,7 +75,7 @@ def pairs(draw: st.DrawFn, max_vocab: int = 5) -> tuple[np.ndarray, Support]:
 
 @pytest.mark.parametrize("scheme", SAMPLED)
 @given(pair=pairs(max_vocab=4), num=st.integers(1, 3))
-def test_over_all_draws_the_distribution_is_the_targets(
+def test_verdicts_over_all_draws_have_the_targets_distribution(
     scheme: Scheme, pair: tuple[np.ndarray, Support], num: int
 ) -> None:
     """Exactness of one level without a random number: the average over what the draft may draw."""
@@ -93,9 +93,7 @@ def test_over_all_draws_the_distribution_is_the_targets(
 
 @pytest.mark.parametrize("scheme", SAMPLED)
 @given(pair=pairs(max_vocab=12), data=st.data())
-def test_no_draft_whatever_makes_a_number_that_is_none(
-    scheme: Scheme, pair: tuple[np.ndarray, Support], data: st.DataObject
-) -> None:
+def test_no_draft_causes_a_nan(scheme: Scheme, pair: tuple[np.ndarray, Support], data: st.DataObject) -> None:
     """Also one that lies about what it drew: exhausted, or in an order of vanishing probability."""
     target_probs, support = pair
     others = np.setdiff1d(np.arange(len(target_probs)), support[0]).tolist()
@@ -108,7 +106,7 @@ def test_no_draft_whatever_makes_a_number_that_is_none(
     assert distribution[target_probs == 0].sum() < 1e-9
 
 
-def test_a_draft_that_is_the_target_is_always_accepted() -> None:
+def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     probs = np.array([0.5, 0.3, 0.2])
     support = np.arange(3, dtype=np.int32), probs.astype(np.float32)
     exact = normalised(support[1])
@@ -116,7 +114,7 @@ def test_a_draft_that_is_the_target_is_always_accepted() -> None:
         assert distribution_at_root(exact, one_level([1], support), scheme).tolist() == [0, 1, 0]
 
 
-def test_a_second_chance_is_taken_from_what_the_first_left() -> None:
+def test_a_second_draw_uses_what_the_first_left() -> None:
     """By hand. Target 0.2, 0.5, 0.3 and draft 0.6, 0.2, 0.2: token 0 passes with 1/3; 0, 0.3, 0.1 are left of it."""
     target_probs = np.array([0.2, 0.5, 0.3])
     support = np.arange(3, dtype=np.int32), np.array([6, 2, 2], np.float32)
@@ -132,7 +130,7 @@ def verdict_of(tree: Tree, scheme: Scheme, params: SamplingParams, logits: np.nd
 
 @pytest.mark.parametrize("scheme", list(Scheme))
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_tree_of_one_node_is_plain_decoding_by_any_scheme(scheme: Scheme, temperature: float) -> None:
+def test_a_tree_of_one_node_is_plain_decoding_with_any_scheme(scheme: Scheme, temperature: float) -> None:
     logits = np.random.default_rng(0).normal(size=(1, 40))
     params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(30)]
     verdicts = [verdict_of(Tree.root(3), scheme, p, logits) for p in params]
@@ -142,7 +140,9 @@ def test_a_tree_of_one_node_is_plain_decoding_by_any_scheme(scheme: Scheme, temp
 
 @pytest.mark.parametrize("scheme", list(Scheme))
 @pytest.mark.parametrize(("min_tokens", "accepted", "bonus"), [(0, [], 4), (1, [1], 4), (2, [1], 2), (9, [1], 2)])
-def test_no_stop_token_is_drawn_too_early(scheme: Scheme, min_tokens: int, accepted: list[int], bonus: int) -> None:
+def test_no_stop_token_is_drawn_before_min_tokens(
+    scheme: Scheme, min_tokens: int, accepted: list[int], bonus: int
+) -> None:
     """Also where the largest logit alone is looked at, which is the stop token's everywhere."""
     logits = np.array([[0.0, 0.1, 5.0, 0.2, 6.0]] * 2)
     params = SamplingParams(temperature=0.0, stop_token_ids=frozenset({4, 3}), min_tokens=min_tokens)
@@ -171,7 +171,7 @@ def test_at_temperature_0_the_best_token_follows_whatever_was_drawn(scheme: Sche
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SAMPLED)
-def test_penalties_bias_and_logprobs_count_along_the_path(scheme: Scheme) -> None:
+def test_penalties_bias_and_logprobs_apply_along_the_path(scheme: Scheme) -> None:
     """The distribution below a child is that of plain decoding after its token; a bias bans the last token."""
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(2, 5))
@@ -197,13 +197,13 @@ def test_penalties_bias_and_logprobs_count_along_the_path(scheme: Scheme) -> Non
 
 
 @pytest.mark.parametrize("scheme", SAMPLED)
-def test_logits_that_are_no_numbers_are_an_error(scheme: Scheme) -> None:
+def test_nan_logits_are_an_error(scheme: Scheme) -> None:
     tree = one_level([2], (np.array([2], np.int32), np.ones(1, np.float32)))
     with pytest.raises(Unavailable, match="not numbers"):
         verdict_of(tree, scheme, SamplingParams(), np.full((2, 5), np.nan))
 
 
-def test_trees_that_were_not_sampled_as_the_scheme_says_are_refused() -> None:
+def test_trees_that_were_not_sampled_for_the_scheme_are_refused() -> None:
     support = np.array([5, 6], np.int32), np.ones(2, np.float32)
     plain = Tree.of([1, 5], [-1, 0], [0, -1])
     elsewhere = Tree(plain.tokens, plain.parents, plain.log_probs, DraftProbs.joined({1: support}))
