@@ -30,7 +30,7 @@ from bough.telemetry.call_context import CallContextInterceptor
 
 logger = logging.getLogger(__name__)
 
-MAX_STREAMS = 1024  # limit of a connection; further calls wait at the caller
+MAX_STREAMS = 1024  # limit of a connection with the usual windows; further calls wait at the caller
 MAX_CALLS = 8192  # limit of a server for all calls
 HANDSHAKE_SECONDS = 20.0  # time limit for a new connection to start HTTP/2
 IDLE_SECONDS = 600.0  # idle time after which a connection is closed; clients reconnect when needed
@@ -50,9 +50,6 @@ _SERVER_OPTIONS = [
     *_KEEPALIVE,
     *_SIZES,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.max_concurrent_streams", MAX_STREAMS),
-    ("grpc.http2.max_deallocating_streams", MAX_STREAMS),  # ended, but not freed yet
-    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),  # otherwise it makes the window of every stream 4 MiB
     ("grpc.http2.settings_timeout", round(1000 * SETTINGS_SECONDS)),
     ("grpc.max_connection_idle_ms", round(1000 * IDLE_SECONDS)),
@@ -269,6 +266,7 @@ async def serving(
     max_connection_age: float = 0.0,
     auth_interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     credentials: grpc.ServerCredentials | None = None,
+    window_bytes: int = WINDOW_BYTES,
 ) -> AsyncIterator[Served]:
     """Run a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
 
@@ -276,7 +274,8 @@ async def serving(
     accepted.
 
     A stream whose reader stalls for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection older than
-    `max_connection_age` seconds accepts no new calls, and closes when its calls have ended; 0 is no limit.
+    `max_connection_age` seconds accepts no new calls, and closes when its calls have ended; 0 is no limit. A message
+    that is larger than `window_bytes` takes a round trip more; a larger window allows a connection fewer streams.
 
     Raises:
         ConfigError: the port is in use, or the host is not an address of this machine.
@@ -285,7 +284,7 @@ async def serving(
     # without a grace period, an old connection waits for its calls without limit
     age = [("grpc.max_connection_age_ms", round(1000 * max_connection_age))] if max_connection_age else []
     interceptors = [CallContextInterceptor(), *auth_interceptors, ErrorInterceptor(gate, stalled_seconds)]
-    options = [*_SERVER_OPTIONS, *_bounds(), *age]
+    options = [*_SERVER_OPTIONS, *_windows(window_bytes), *_bounds(), *age]
     health_servicer = HealthService()
 
     free_batches()
@@ -319,6 +318,16 @@ async def serving(
 def most_connections() -> int:
     """Limit of open connections: at most a quarter of the process's file descriptors, as HTTP and workers need some."""
     return connection_limit(num_descriptors=4)
+
+
+def _windows(window_bytes: int) -> list[tuple[str, int]]:
+    """Windows of streams, and as many streams for a connection as keep the memory of all its windows the same."""
+    num_streams = MAX_STREAMS * WINDOW_BYTES // window_bytes
+    return [
+        ("grpc.http2.lookahead_bytes", window_bytes),
+        ("grpc.max_concurrent_streams", num_streams),
+        ("grpc.http2.max_deallocating_streams", num_streams),  # ended, but not freed yet
+    ]
 
 
 def _bounds() -> list[tuple[str, int]]:

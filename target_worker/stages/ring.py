@@ -30,7 +30,17 @@ from bough.rpc.status_map import to_error
 from bough.runtime.log_lines import bounded
 from bough.security.access import Access
 from target_worker.stages import codec
-from target_worker.stages.frames import Assembler, Frame, Heartbeat, Hello, Piece, RingEnd, pieces, require_sizes
+from target_worker.stages.frames import (
+    PIECE_BYTES,
+    Assembler,
+    Frame,
+    Heartbeat,
+    Hello,
+    Piece,
+    RingEnd,
+    pieces,
+    require_sizes,
+)
 
 __all__ = ["Frame", "Ring", "RingLost"]
 
@@ -40,6 +50,7 @@ HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 10.0  # without a message from a peer, after which its link is broken
 RETRY_SECONDS = 0.5  # between two epochs that the head begins
 FAREWELL_SECONDS = 1.0  # longest wait for a successor to hear why the epoch is over
+WINDOW_BYTES = PIECE_BYTES  # for the servers of members: with a smaller window each piece takes a round trip more
 MAX_WAITING = 2  # frames that wait to be sent, and frames that wait for the compute thread
 
 Result = TypeVar("Result")

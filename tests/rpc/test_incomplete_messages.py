@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -266,6 +267,20 @@ async def test_a_message_declared_too_large_is_not_waited_for() -> None:
         figures = await attack(process_id, port, [stranger], 16, SECONDS)
         assert await answered(port, "bob") == "mine"
     assert figures["grown_mib"] <= OTHER_MIB
+
+
+@pytest.mark.parametrize("window_bytes", [WINDOW_BYTES, MIB])
+async def test_larger_windows_leave_a_connection_fewer_streams(window_bytes: int) -> None:
+    """A message as large as the window arrives whole before its call is read."""
+    add = partial(add_service, GENERATION, object())
+    async with serving("127.0.0.1", 0, GENERATION.full_name, add, window_bytes=window_bytes) as running:
+        stranger = Stranger(GENERATE)
+        connecting = asyncio.create_task(stranger.run(running.port, 1))
+        await until(lambda: stranger.max_streams)
+        assert stranger._initial_window == window_bytes
+        assert stranger.max_streams * window_bytes == STREAMS * WINDOW_BYTES
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
 
 
 class Call:

@@ -23,7 +23,7 @@ from bough.security.keys import WorkerKey
 from loadtest.chaos.proxy import LinkProxy
 from target_worker.stages import codec
 from target_worker.stages.frames import MAX_BODY_BYTES, PIECE_BYTES, Frame, Heartbeat, Hello, Piece, RingEnd
-from target_worker.stages.ring import SILENCE_SECONDS, Ring
+from target_worker.stages.ring import SILENCE_SECONDS, WINDOW_BYTES, Ring
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -54,6 +54,7 @@ class Member:
             add,
             grace_seconds=0.0,
             auth_interceptors=self.access.auth_interceptors,
+            window_bytes=WINDOW_BYTES,
         )
         served = await self._stack.enter_async_context(server)
         self.address = f"127.0.0.1:{served.port}"
