@@ -367,24 +367,26 @@ def read_blocks(worker_ids: Sequence[str], answer: Sequence[Any]) -> dict[str, i
 
 
 @asynccontextmanager
-async def registered(registry: Registry, present: Callable[[], WorkerRecord]) -> AsyncIterator[None]:
+async def registered(
+    registry: Registry, present: Callable[[], WorkerRecord], heartbeat_seconds: float = HEARTBEAT_SECONDS
+) -> AsyncIterator[None]:
     """Registers a process for the duration of the block and renews its lease, also across outages of the index.
 
     `present` returns the record at each heartbeat; its load may change, its id may not.
     """
     await registry.register(present())
     try:
-        async with background(_beat(registry, present)):
+        async with background(_beat(registry, present, heartbeat_seconds)):
             yield
     finally:
         with suppress(Unavailable):
             await registry.deregister(present().worker_id)
 
 
-async def _beat(registry: Registry, present: Callable[[], WorkerRecord]) -> None:
+async def _beat(registry: Registry, present: Callable[[], WorkerRecord], heartbeat_seconds: float) -> None:
     is_lost = False
     while True:
-        await asyncio.sleep(HEARTBEAT_SECONDS)
+        await asyncio.sleep(heartbeat_seconds)
         try:
             await registry.register(present())
             if is_lost:

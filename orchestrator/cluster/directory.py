@@ -73,7 +73,7 @@ def other_weights(targets: Targets, weights_hash: str) -> str:
     return f"weights: it began with {weights_hash or 'unknown ones'}, and {theirs}"
 
 
-async def watch_weights(targets: Callable[[], Targets]) -> None:
+async def watch_weights(targets: Callable[[], Targets], pause_seconds: float) -> None:
     """Ask targets without a hash again, and log targets of the same model that have different weights."""
     logged: set[str] = set()
     while True:
@@ -87,7 +87,7 @@ async def watch_weights(targets: Callable[[], Targets]) -> None:
         for contradiction in found - logged:
             logger.warning("%s; sessions do not move between them", contradiction)
         logged = found
-        await asyncio.sleep(WEIGHTS_SECONDS)
+        await asyncio.sleep(pause_seconds)
 
 
 @dataclass(slots=True)
@@ -152,9 +152,18 @@ class UnreachedWorkers:
 class Directory:
     """Keeps the list of workers up to date while it runs."""
 
-    def __init__(self, registry: Registry, access: Access = OPEN) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        access: Access = OPEN,
+        poll_seconds: float = POLL_SECONDS,
+        weights_seconds: float = WEIGHTS_SECONDS,
+        first_look_seconds: float = FIRST_LOOK_SECONDS,
+    ) -> None:
         """`access` has the credentials for workers."""
         self.registry, self._access = registry, access
+        self._poll_seconds, self._weights_seconds = poll_seconds, weights_seconds
+        self._first_look_seconds = first_look_seconds
         self.tokenizing = Tokenizing()
         self.limiter = IterationLimiter(AT_ONCE)  # for all clients: how many sessions continue at once
         self.index_problem = ""
@@ -176,10 +185,10 @@ class Directory:
         looked = asyncio.Event()
         with closing(self.tokenizing):
             try:
-                async with background(self._poll(looked), watch_weights(lambda: self.targets)):
+                async with background(self._poll(looked), watch_weights(lambda: self.targets, self._weights_seconds)):
                     await looked.wait()
                     if self._meetings:
-                        await asyncio.wait(self._meetings.values(), timeout=FIRST_LOOK_SECONDS)
+                        await asyncio.wait(self._meetings.values(), timeout=self._first_look_seconds)
                     yield
             finally:
                 await end(*self._meetings.values())
@@ -262,13 +271,14 @@ class Directory:
     async def _poll(self, looked: asyncio.Event) -> None:
         while True:
             try:
-                await self._refresh()
+                await self.refresh()
             except Exception:  # polling must survive any error
                 logger.exception("the list of workers could not be refreshed")
             looked.set()
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(self._poll_seconds)
 
-    async def _refresh(self) -> None:
+    async def refresh(self) -> None:
+        """Poll the index once."""
         for target in self.targets:
             self._see(target)
         try:

@@ -30,11 +30,12 @@ from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry, registered
 from bough.rpc.server import serving
 from bough.rpc.services import DRAFT, GENERATION, TARGET, add_service
+from bough.security.access import OPEN
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Growth
-from orchestrator.cluster.directory import Directory
+from orchestrator.cluster.directory import POLL_SECONDS, WEIGHTS_SECONDS, Directory
 from orchestrator.service import GenerationService
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
@@ -269,10 +270,16 @@ class Fleet:
         worker.model_name = model_name
         return worker, await self.worker(worker)
 
-    async def orchestrator(self, *flags: str, num_targets: int = 1) -> tuple[Requests, Process]:
+    async def orchestrator(
+        self,
+        *flags: str,
+        num_targets: int = 1,
+        poll_seconds: float = POLL_SECONDS,
+        weights_seconds: float = WEIGHTS_SECONDS,
+    ) -> tuple[Requests, Process]:
         """Serve an orchestrator, once it knows `num_targets` targets."""
         config = parse(OrchestratorConfig, "o", ["--draft", "none", *flags], {})
-        directory = Directory(self.registry)
+        directory = Directory(self.registry, OPEN, poll_seconds, weights_seconds)
         requests = Requests(config, directory, f"orchestrator-{id(directory)}")
         service = GenerationService(Callers(requests))
         process = await self._process()

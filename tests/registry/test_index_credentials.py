@@ -7,6 +7,7 @@ import ssl
 from pathlib import Path
 
 import pytest
+import redis
 from redis.asyncio.cluster import ClusterNode
 
 from bough.errors import ConfigError, Unavailable
@@ -28,13 +29,13 @@ async def test_a_password_is_read_from_its_file_for_each_connection(tmp_path: Pa
         url = f"{server.url}/1?password_file={file}"
         async with connected(url) as registry:
             assert registry.safe_url == url, "where it is is no secret"
-            redis = registry._index.redis
-            await redis.config_set("requirepass", "second")
-            written(file, "second", "first")
-            await redis.connection_pool.disconnect()
-            await registry.ping()
-            file.unlink()
-            await redis.connection_pool.disconnect()
+            with redis.Redis(port=server.port, password="first") as operator:
+                operator.config_set("requirepass", "second")
+                written(file, "second", "first")
+                operator.client_kill_filter(_type="normal", skipme=True)
+                await registry.ping()
+                file.unlink()
+                operator.client_kill_filter(_type="normal", skipme=True)
             with pytest.raises(Unavailable, match=rf"index_url: password_file: {file} must be a readable file"):
                 await registry.ping()
 

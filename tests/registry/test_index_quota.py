@@ -31,10 +31,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @asynccontextmanager
 async def flushed(server: Server, quota: Quota, session_seconds: float = 3600.0) -> AsyncIterator[Registry]:
     """An empty index, and a client of it with this quota."""
+    server.redis.flushall()
+    async with client_of(server, quota, session_seconds) as registry:
+        yield registry
+
+
+@asynccontextmanager
+async def client_of(server: Server, quota: Quota, session_seconds: float = 3600.0) -> AsyncIterator[Registry]:
     registry = Registry(server.url, "bough", session_seconds, quota)
     try:
         await registry.wait()
-        await registry._index.redis.flushall()
         yield registry
     finally:
         await registry.close()
@@ -95,21 +101,21 @@ async def test_expired_entries_no_longer_count(server: Server) -> None:
         for name in ("a", "b", "c"):
             await record(registry, name)
         await asyncio.sleep(0.4)
-        registry._session_seconds = 3600.0
+    async with client_of(server, Quota(max_records=3)) as registry:
         for name in ("d", "e", "f"):
             await record(registry, name)
         assert await known(registry, *"abcdef") == ["d", "e", "f"]
-        assert await registry._index.redis.zcard("{bough}:sessions:ends") == 3
+        assert server.redis.zcard("{bough}:sessions:ends") == 3
 
 
 async def test_an_invalid_ledger_repairs_itself(server: Server) -> None:
     async with flushed(server, Quota(max_records=3, max_bytes=50_000)) as registry:
         await record(registry, "a")
-        await registry._index.redis.hset("{bough}:sessions:bytes", "", str(2**51))
+        server.redis.hset("{bough}:sessions:bytes", "", str(2**51))
         for name in ("b", "c", "d"):
             await record(registry, name)
         assert await known(registry, *"bcd") == ["b", "c", "d"]
-        await registry._index.redis.zadd("{bough}:sessions:ends", {b"\xff\xfe": 9e15})
+        server.redis.zadd("{bough}:sessions:ends", {b"\xff\xfe": 9e15})
         await record(registry, "e")
         assert await known(registry, "e") == ["e"]
 
@@ -117,23 +123,23 @@ async def test_an_invalid_ledger_repairs_itself(server: Server) -> None:
 async def test_values_that_are_too_long_are_deleted_unread(server: Server) -> None:
     """Whoever else writes to the index could fill an orchestrator's memory, or the quota, with a single value."""
     async with flushed(server, Quota(max_bytes=50_000_000)) as registry:
-        redis = registry._index.redis
+        redis = server.redis
         await record(registry, "kept")
         for name in ("session:a", "session:b", "session-tokens:c"):
             await record(registry, name[-1])
             if "tokens" in name:
-                await redis.setrange(f"{{bough}}:{name}", 2**26, b"xx")
+                redis.setrange(f"{{bough}}:{name}", 2**26, b"xx")
             else:
-                await redis.hset(f"{{bough}}:{name}", "record", b"x" * (2**22 + 1))
+                redis.hset(f"{{bough}}:{name}", "record", b"x" * (2**22 + 1))
         assert await registry.load_session(ScopedId("a")) is None
-        assert await redis.hexists("{bough}:session:a", "epoch"), "who claimed it may not be forgotten"
+        assert redis.hexists("{bough}:session:a", "epoch"), "who claimed it may not be forgotten"
         for name in ("b", "c"):
             assert (await registry.claim_session(ScopedId(name), "me")).record is None
             await registry.record_session(replace(SESSION, session_id=ScopedId(name), epoch=MAX_EPOCH - 1), 0)
         assert await known(registry, "kept", *"abc") == ["kept", "b", "c"], "and nobody made room for it"
         await registry.register(WorkerRecord("target", "t", "h:1"), 60)
         await registry.register(WorkerRecord("target", "huge", "h:1"), 60)
-        await redis.hset("{bough}:workers:records", "huge", b"x" * (2**16 + 1))
+        redis.hset("{bough}:workers:records", "huge", b"x" * (2**16 + 1))
         assert [worker.worker_id for worker in await registry.workers()] == ["t"]
 
 
@@ -154,7 +160,7 @@ def test_the_quota_is_never_exceeded_and_the_ledger_matches_the_entries(
 async def _check_quota(server: Server, operations: list[tuple[str, int, int]]) -> None:
     quota = Quota(max_records=5, max_bytes=20_000)
     async with flushed(server, quota) as registry:
-        raw, epoch = registry._index.redis, 2**51
+        raw, epoch = server.redis, 2**51
         for operation, number, size in operations:
             name, epoch = f"s{number}", epoch + 1
             if operation == "record":
@@ -168,13 +174,13 @@ async def _check_quota(server: Server, operations: list[tuple[str, int, int]]) -
             else:
                 closed = await registry.close_session(ScopedId(name))
                 epoch = max(epoch, closed.epoch if closed else 0)
-            hashes = {key.removeprefix(b"{bough}:session:") for key in await raw.keys("{bough}:session:*")}
-            sizes = {name: int(size) for name, size in (await raw.hgetall("{bough}:sessions:bytes")).items()}
+            hashes = {key.removeprefix(b"{bough}:session:") for key in raw.keys("{bough}:session:*")}
+            sizes = {name: int(size) for name, size in (raw.hgetall("{bough}:sessions:bytes")).items()}
             total = sizes.pop(b"", 0)
-            assert hashes == set(sizes) == set(await raw.zrange("{bough}:sessions:ends", 0, -1))
+            assert hashes == set(sizes) == set(raw.zrange("{bough}:sessions:ends", 0, -1))
             assert total == sum(sizes.values()) <= quota.max_bytes
             assert len(hashes) <= quota.max_records
-            taken = sum([await raw.strlen(key) for key in await raw.keys("{bough}:session-tokens:*")])
+            taken = sum([raw.strlen(key) for key in raw.keys("{bough}:session-tokens:*")])
             assert taken <= total
 
 

@@ -37,12 +37,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 async def registry(server: Server) -> AsyncIterator[Registry]:
     async with connected(server.url) as registry:
         yield registry
-        await flush(registry)
-
-
-async def flush(registry: Registry) -> None:
-    """What an operator, or a restart, may do at any moment."""
-    await registry._index.redis.flushall()
+        server.redis.flushall()
 
 
 async def until_there(registry: Registry, *workers: WorkerRecord) -> None:
@@ -59,12 +54,9 @@ async def test_leases_expire_by_the_servers_clock(registry: Registry) -> None:
     await until_there(registry)
 
 
-async def test_a_registered_worker_stays_until_it_leaves_and_reports_its_load(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bough.registry.registry.HEARTBEAT_SECONDS", 0.02)
+async def test_a_registered_worker_stays_until_it_leaves_and_reports_its_load(registry: Registry) -> None:
     present = WORKER
-    async with registered(registry, lambda: present):
+    async with registered(registry, lambda: present, heartbeat_seconds=0.02):
         assert await registry.workers() == [WORKER]
         present = replace(WORKER, load=WorkerLoad(kv_used_bytes=7))
         await until_there(registry, present)
@@ -72,25 +64,24 @@ async def test_a_registered_worker_stays_until_it_leaves_and_reports_its_load(
 
 
 async def test_a_worker_stays_after_one_failure_to_report_its_load(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    registry: Registry, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("bough.registry.registry.HEARTBEAT_SECONDS", 0.02)
     answers = [WORKER]
 
     def present() -> WorkerRecord:
         return answers.pop()  # an IndexError where there is none
 
-    async with registered(registry, present):
+    async with registered(registry, present, heartbeat_seconds=0.02):
         await until(lambda: "a heartbeat failed" in caplog.text)
         answers += [WORKER] * 1000
-        await flush(registry)
+        server.redis.flushall()
         await until_there(registry, WORKER)
     assert await registry.workers() == []
 
 
-async def test_workers_return_after_the_index_lost_everything(registry: Registry) -> None:
+async def test_workers_return_after_the_index_lost_everything(registry: Registry, server: Server) -> None:
     async with registered(registry, lambda: WORKER):
-        await flush(registry)
+        server.redis.flushall()
         await until_there(registry, WORKER)
 
 
@@ -119,14 +110,14 @@ async def test_an_outdated_write_changes_nothing(registry: Registry) -> None:
     assert await registry.load_request(ScopedId("r")) == ended
 
 
-async def test_a_lost_or_foreign_transcript_is_sent_completely(registry: Registry) -> None:
+async def test_a_lost_or_foreign_transcript_is_sent_completely(registry: Registry, server: Server) -> None:
     longer = replace(SESSION, tokens=(1, 2, 3, 4))
     await registry.record_session(longer, 3)  # there was nothing
     assert await registry.load_session(ScopedId("s")) == longer
     other = replace(SESSION, epoch=6, tokens=(7, 8, 9, 10, 11))
     await registry.record_session(other, 3)  # there were three, of another epoch
     assert await registry.load_session(ScopedId("s")) == other
-    await registry._index.redis.delete("{bough}:session-tokens:s")
+    server.redis.delete("{bough}:session-tokens:s")
     assert await registry.load_session(ScopedId("s")) is None
     await registry.record_session(other, 5)
     assert await registry.load_session(ScopedId("s")) == other
@@ -151,13 +142,13 @@ async def test_claims_grow_and_fence_older_ones(registry: Registry) -> None:
     assert (await registry.claim_session(ScopedId("s"), "d")).record is None
 
 
-async def test_a_claim_after_another_is_refused_if_a_third_came_between(registry: Registry) -> None:
+async def test_a_claim_after_another_is_refused_if_a_third_came_between(registry: Registry, server: Server) -> None:
     mine = (await registry.claim_session(ScopedId("s"), "a")).epoch
     again = (await registry.claim_session(ScopedId("s"), "a", mine)).epoch
     assert again > mine
     with pytest.raises(StaleEpoch, match="session s"):
         await registry.claim_session(ScopedId("s"), "a", mine)
-    await flush(registry)
+    server.redis.flushall()
     assert (await registry.claim_session(ScopedId("s"), "a", again)).epoch > again
 
 
@@ -205,7 +196,7 @@ async def _check_two_holders(server: Server, steps: list[tuple[str, int, int]]) 
     written: list[SessionRecord] = []
     granted, held = 0, None
     async with connected(server.url) as registry:
-        await flush(registry)
+        server.redis.flushall()
         for step, holder, number in steps:
             epoch = epochs[holder]
             if step == "claim":
@@ -214,7 +205,7 @@ async def _check_two_holders(server: Server, steps: list[tuple[str, int, int]]) 
                 assert claim.epoch > granted
                 epochs[holder] = granted = claim.epoch
             elif step == "flush":
-                await flush(registry)
+                server.redis.flushall()
                 granted, held = 0, None
             elif step == "drop" and granted <= epoch:
                 await registry.drop_session(ScopedId("s"), epoch)
@@ -273,13 +264,13 @@ async def test_prefixes_are_those_of_live_workers_with_the_same_model(registry: 
     assert await registry.find_prefixes("m", hashes, everyone) == {"b": 2}
 
 
-async def test_prefixes_expire_with_the_lease_and_are_renewed_with_it(registry: Registry) -> None:
+async def test_prefixes_expire_with_the_lease_and_are_renewed_with_it(registry: Registry, server: Server) -> None:
     worker, hashes = WorkerRecord("target", "a", "h:1"), block_hashes(range(64))
     await registry.register(worker, lease_seconds=30)
     await registry.note_prefixes("m", hashes, "a")
-    assert 20_000 < await registry._index.redis.pttl("{bough}:prefixes:a") <= 30_000
+    assert 20_000 < server.redis.pttl("{bough}:prefixes:a") <= 30_000
     await registry.register(worker, lease_seconds=60)
-    assert 50_000 < await registry._index.redis.pttl("{bough}:prefixes:a") <= 60_000
+    assert 50_000 < server.redis.pttl("{bough}:prefixes:a") <= 60_000
     assert await registry.find_prefixes("m", hashes, ["a"]) == {"a": 2}
     await registry.register(worker, lease_seconds=0.05)
     await asyncio.sleep(0.2)
@@ -288,14 +279,16 @@ async def test_prefixes_expire_with_the_lease_and_are_renewed_with_it(registry: 
     assert await registry.find_prefixes("m", hashes, ["a"]) == {}, "a worker that comes back may hold nothing"
 
 
-async def test_of_too_many_prefixes_the_oldest_are_removed(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_too_many_prefixes_the_oldest_are_removed(
+    registry: Registry, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry_module, "MAX_PREFIXES", 8)
     old, new = block_hashes(range(32 * 6)), block_hashes(range(1, 1 + 32 * 5))
     await registry.register(WorkerRecord("target", "a", "h:1"), lease_seconds=60)
     for hashes in (old, new):
         await registry.note_prefixes("m", hashes, "a")
         await asyncio.sleep(0.01)
-    assert await registry._index.redis.zcard("{bough}:prefixes:a") == 8
+    assert server.redis.zcard("{bough}:prefixes:a") == 8
     assert await registry.find_prefixes("m", new, ["a"]) == {"a": 5}
     assert await registry.find_prefixes("m", old, ["a"]) == {"a": 3}, "the last blocks of a text go first"
 
@@ -315,7 +308,7 @@ async def _check_longest_prefix(server: Server, held: list[list[int]], wanted: l
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(blocks), len(wanted)))
 
     async with connected(server.url) as registry:
-        await flush(registry)
+        server.redis.flushall()
         for number, blocks in enumerate(held):
             worker_id = f"t{number % 3}"
             await registry.register(WorkerRecord("target", worker_id, "h:1"), lease_seconds=60)
@@ -335,22 +328,22 @@ async def test_a_long_prefix_is_found_wherever_it_ends(registry: Registry) -> No
         assert await registry.find_prefixes("m", hashes, ["a"]) == {"a": length}
 
 
-async def test_a_sweep_removes_only_expired_entries(registry: Registry) -> None:
+async def test_a_sweep_removes_only_expired_entries(registry: Registry, server: Server) -> None:
     dead, alive = WorkerRecord("target", "dead", "h:1"), WorkerRecord("target", "alive", "h:1", WorkerLoad(1))
     hashes = block_hashes(range(64))
     for worker in (dead, alive):
         await registry.register(worker, lease_seconds=60)
         await registry.note_prefixes("m", hashes, worker.worker_id)
-    await registry._index.redis.zadd("{bough}:workers:leases", {"dead": 1})  # it ran out long ago
+    server.redis.zadd("{bough}:workers:leases", {"dead": 1})  # it ran out long ago
     assert await registry.workers() == [alive]
     assert await registry.find_prefixes("m", hashes, ["dead", "alive"]) == {"alive": 2}
     assert await registry.sweep_expired() == 1
     assert await registry.sweep_expired() == 0
-    assert await registry._index.redis.hkeys("{bough}:workers:records") == [b"alive"]
+    assert server.redis.hkeys("{bough}:workers:records") == [b"alive"]
     assert await registry.find_prefixes("m", hashes, ["dead", "alive"]) == {"alive": 2}
 
 
-async def test_every_entry_expires(registry: Registry) -> None:
+async def test_every_entry_expires(registry: Registry, server: Server) -> None:
     await registry.register(WORKER, lease_seconds=60)
     await registry.note_prefixes("m", block_hashes(range(64)), WORKER.worker_id)
     await registry.claim_session(ScopedId("claimed"), "a")
@@ -359,12 +352,12 @@ async def test_every_entry_expires(registry: Registry) -> None:
     await registry.claim_session(ScopedId("claimed again"), "a")
     await registry.record_request(REQUEST, 0)
     await registry.record_request(replace(REQUEST, request_id=ScopedId("ended"), finish_reason="stop"), 0)
-    keys = await registry._index.redis.keys("*")
+    keys = server.redis.keys("*")
     assert len(keys) == 4 + 1 + 2 * 2 + 2 * 2 + 2 * 2  # workers, a claim, sessions, requests, ledgers
     await registry.drop_session(ScopedId("recorded"), SESSION.epoch)
     await registry.close_session(ScopedId("claimed again"))
-    for key in await registry._index.redis.keys("*"):
-        assert 0 < await registry._index.redis.pttl(key) <= 24 * 3600 * 1000, key
+    for key in server.redis.keys("*"):
+        assert 0 < server.redis.pttl(key) <= 24 * 3600 * 1000, key
 
 
 async def test_namespaces_are_separate(registry: Registry, server: Server) -> None:
@@ -376,9 +369,9 @@ async def test_namespaces_are_separate(registry: Registry, server: Server) -> No
     await other.close()
 
 
-async def test_a_script_is_sent_again_after_the_server_forgot_it(registry: Registry) -> None:
+async def test_a_script_is_sent_again_after_the_server_forgot_it(registry: Registry, server: Server) -> None:
     await registry.record_session(SESSION, 0)
-    await registry._index.redis.script_flush()
+    server.redis.script_flush()
     assert await registry.load_session(ScopedId("s")) == SESSION
 
 

@@ -8,15 +8,15 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from tokenizers import Tokenizer
 
 from bough.errors import NotFound, Unavailable
+from bough.pb import common_pb2
 from bough.protocol.generation import GenerateOptions
 from bough.registry.records import WorkerLoad, WorkerRecord
-from orchestrator.cluster import directory as module
 from orchestrator.cluster.directory import (
     LONGEST_PAUSE_SECONDS,
     MOST_MISSING,
@@ -39,12 +39,16 @@ def least_busy(directory: Directory) -> TargetHandle:
 
 
 async def introduced(fakes: Fleet, *names: str) -> Directory:
-    """A directory that does not poll, and knows targets of these names."""
+    """A directory that does not poll, and knows all workers and targets of these names.
+
+    Its `registry.workers` is a mock that goes on listing them.
+    """
     for name in names:
         await fakes.target(name)
-    directory = Directory(fakes.registry)
-    await directory._refresh()
-    await asyncio.wait(directory._meetings.values())
+    listed = await fakes.registry.workers()
+    directory = Directory(Mock(workers=AsyncMock(return_value=listed), sweep_expired=AsyncMock()))
+    await directory.refresh()
+    await until(lambda: len(directory.statuses()) == len(listed))
     return directory
 
 
@@ -63,17 +67,15 @@ async def test_between_equal_targets_the_less_busy_one_is_chosen(fakes: Fleet) -
                 await asyncio.sleep(0.05)
 
 
-async def test_present_workers_are_known_from_the_start(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_present_workers_are_known_from_the_start(fakes: Fleet) -> None:
     """Otherwise an orchestrator just started would send its first requests away for want of a target."""
-    monkeypatch.setattr(module, "FIRST_LOOK_SECONDS", 60.0)
     await fakes.target("early")
-    directory = Directory(fakes.registry)
+    directory = Directory(fakes.registry, first_look_seconds=60.0)
     async with directory.running():
         assert least_busy(directory).record.worker_id == "early"
 
 
-async def test_a_worker_that_does_not_answer_delays_no_start(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_LOOK_SECONDS", 0.1)
+async def test_a_worker_that_does_not_answer_delays_no_start(fakes: Fleet) -> None:
     patient = asyncio.Event()
 
     class Silent(FakeTarget):
@@ -82,7 +84,7 @@ async def test_a_worker_that_does_not_answer_delays_no_start(fakes: Fleet, monke
             return await super().GetServerInfo(request, context)
 
     await fakes.worker(Silent("silent", fakes.tokenizer))
-    directory = Directory(fakes.registry)
+    directory = Directory(fakes.registry, first_look_seconds=0.1)
     async with directory.running():
         with pytest.raises(Unavailable, match="no target worker can be used: silent: has not reported yet"):
             least_busy(directory)
@@ -91,20 +93,19 @@ async def test_a_worker_that_does_not_answer_delays_no_start(fakes: Fleet, monke
         assert least_busy(directory).record.worker_id == "silent"
 
 
-async def test_a_worker_is_forgotten_after_a_while_without_a_record_in_the_index(
-    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_is_forgotten_after_a_while_without_a_record_in_the_index(fakes: Fleet) -> None:
     """Looks in a row count, and not the clock: an index may be away for long and come back empty before it hears of
     the workers again, or this process may have been stopped."""
     directory = await introduced(fakes, "t")
     assert directory.has_target
-    named = await fakes.registry.workers()
+    listing = directory.registry.workers
+    named = listing.return_value
     for answers in ([[]] * MOST_MISSING, [named], [[]] * MOST_MISSING):
         for answer in answers:
-            monkeypatch.setattr(fakes.registry, "workers", AsyncMock(return_value=answer))
-            await directory._refresh()
+            listing.return_value = answer
+            await directory.refresh()
             assert directory.has_target
-    await directory._refresh()
+    await directory.refresh()
     assert not directory.has_target
 
 
@@ -116,8 +117,9 @@ async def test_a_different_tokenizer_of_a_draft_is_known_before_the_draft_is_cal
     await fakes.worker(FakeDraft("b", replace(fakes.tokenizer, tokenizer_json=other.to_str().encode())))
     directory = Directory(fakes.registry)
     async with directory.running():
-        await until(lambda: len(directory._everyone()) == 2)
-        assert all("vocabulary" in vars(known.tokenizer.files) for known in directory._everyone())
+        await until(lambda: len(directory.statuses()) == 2)
+        known = [directory.find(name) for name in "ab"]
+        assert all("vocabulary" in vars(worker.tokenizer.files) for worker in known)
         assert any("its tokenizer differs from a's" in status.problem for status in directory.statuses())
 
 
@@ -143,31 +145,37 @@ async def test_the_connection_to_an_unusable_worker_is_closed(fakes: Fleet, monk
         assert not directory.has_target
 
 
-async def test_a_target_stays_usable_while_the_index_is_away(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_target_stays_usable_while_the_index_is_away(fakes: Fleet) -> None:
     """Otherwise a target that ends while the index is away has no time to come back."""
     directory = await introduced(fakes, "t")
     before = directory.last_usable(lambda _: True)
-    monkeypatch.setattr(fakes.registry, "workers", AsyncMock(side_effect=Unavailable("away")))
-    await directory._refresh()
+    directory.registry.workers.side_effect = Unavailable("away")
+    await directory.refresh()
     assert directory.last_usable(lambda _: True) > before
 
 
 async def test_without_a_target_a_request_waits_for_one_that_serves_any_of_its_models(fakes: Fleet) -> None:
     """Whether it must name one is seen when they are back."""
-    directory = await introduced(fakes, "t")
-    handle = directory.targets[0]
     for name in "ab":
-        directory._see(replace(handle, info=replace(handle.info, model_name=name, model_fingerprint=name)))
-    handle.problem = "gone"
+        await fakes.target_of(name, name)
+    directory = await introduced(fakes)
+    for target in directory.targets:
+        target.problem = "gone"
     with pytest.raises(TargetAway):
         targets_for(directory, GenerateOptions(), None, None)
-    with pytest.raises(NotFound, match=r"model: must be one of 'a', 'b', .*, got 'c'"):
+    with pytest.raises(NotFound, match=r"model: must be one of 'a', 'b', got 'c'"):
         targets_for(directory, GenerateOptions(model="c"), None, None)
 
 
-async def test_a_target_of_another_release_is_not_waited_for(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PROTOCOL_VERSION", -1)
-    directory = await introduced(fakes, "t")
+async def test_a_target_of_another_release_is_not_waited_for(fakes: Fleet) -> None:
+    class Newer(FakeTarget):
+        async def GetServerInfo(self, request: object, context: object) -> common_pb2.WorkerInfo:
+            info = await super().GetServerInfo(request, context)
+            info.protocol_version += 1
+            return info
+
+    await fakes.worker(Newer("t", fakes.tokenizer))
+    directory = await introduced(fakes)
     assert "t: it speaks protocol version" in directory.why_no_target()
     assert not directory.seen
 
@@ -184,8 +192,9 @@ async def test_no_request_begins_at_a_target_that_is_about_to_be_forgotten(
 
     monkeypatch.setattr(TargetClient, "close", close)
     for target in directory.targets:
-        target.num_missing = MOST_MISSING + 1
-    await directory._forget_unlisted()
+        target.num_missing = MOST_MISSING
+    directory.registry.workers.return_value = []
+    await directory.refresh()
     assert usable == [0, 0]
 
 
@@ -212,7 +221,7 @@ async def test_no_session_begins_at_a_draining_draft_worker_while_there_is_anoth
         await fakes.worker(FakeDraft(name, fakes.tokenizer))
     directory = await introduced(fakes, "t")
     (target,) = directory.targets
-    busy, leaving = (directory._drafts[name] for name in ("a", "b"))
+    busy, leaving = (directory.find(name) for name in ("a", "b"))
     busy.num_running, leaving.num_missing = 5, 2
     assert directory.draft(target, "new", "") is busy
     assert directory.draft(target, "old", "b") is leaving, "with the session's KV, for as long as it answers"
@@ -288,11 +297,8 @@ def test_an_internal_error_is_logged_with_its_traceback(caplog: pytest.LogCaptur
     assert unreached.problems("target") == {"t": "ZeroDivisionError"}
 
 
-async def test_a_worker_is_used_once_it_answers_and_errors_explain_why_it_is_not(
-    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_is_used_once_it_answers_and_errors_explain_why_it_is_not(fakes: Fleet) -> None:
     """Between two attempts the error said that no target was registered."""
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
     is_well = False
 
     class Late(FakeTarget):
@@ -302,13 +308,13 @@ async def test_a_worker_is_used_once_it_answers_and_errors_explain_why_it_is_not
             return await super().GetServerInfo(request, context)
 
     await fakes.worker(Late("late", fakes.tokenizer))
-    directory = Directory(fakes.registry)
+    directory = Directory(fakes.registry, poll_seconds=0.02)
+    problem = "late: it did not report what it serves: it is still loading"
     async with directory.running():
-        await until(lambda: not directory._meetings)
-        assert "late: it did not report what it serves: it is still loading" in directory.why_no_target()
+        await until(lambda: problem in directory.why_no_target())
         is_well = True
         await until(lambda: directory.has_target)
-        assert directory._unreached.problems("target") == {}
+        assert problem not in directory.why_no_target()
 
 
 async def test_a_single_caller_does_not_wait() -> None:

@@ -188,13 +188,10 @@ async def test_a_kept_session_waits_for_its_turn_and_keeps_its_tokens(fakes: Fle
     assert second.end.usage.cached_tokens == len(SYSTEM) + len(first.token_ids) - 1
 
 
-async def test_a_draining_target_gets_no_new_requests(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_draining_target_gets_no_new_requests(fakes: Fleet) -> None:
     """As it empties it looks quicker than any other; it would refuse whatever came."""
-    monkeypatch.setattr(
-        "orchestrator.cluster.directory.POLL_SECONDS", 1000.0
-    )  # after the first look the test says who is listed
     leaving, staying = [(await fakes.target(f"t{index}"))[0] for index in range(2)]
-    requests, process = await fakes.orchestrator(num_targets=2)
+    requests, process = await fakes.orchestrator(num_targets=2, poll_seconds=1000.0)  # then the test says who is listed
     known = {target.record.worker_id: target for target in requests.directory.targets}
     known["t0"].num_missing, known["t1"].num_running = 2, 3
     async with Client(process.address) as client:

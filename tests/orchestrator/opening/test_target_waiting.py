@@ -16,6 +16,7 @@ from bough.client import Client
 from bough.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions, Resume
 from orchestrator.cluster import served_models
+from orchestrator.cluster.worker_handle import Health, Pause
 from orchestrator.http_api.app import http_app
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
@@ -36,9 +37,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def away(requests: Requests) -> Iterator[None]:
     """No target can be used in the block."""
     (known,) = requests.directory.targets
-    known.health._pause.until = math.inf
+    known.health = Health(Pause(until=math.inf))
     yield
-    known.health._pause.until = 0.0
+    known.health = Health()
 
 
 def client_of(address: str) -> Client:
@@ -49,10 +50,9 @@ def client_of(address: str) -> Client:
 async def test_new_requests_wait_while_the_only_target_restarts(fakes: Fleet) -> None:
     """The restarted one has another name and address. No target is listed meanwhile, nor known."""
     _, server = await fakes.target("t1")
-    requests, process = await fakes.orchestrator()
+    requests, process = await fakes.orchestrator(poll_seconds=0.02)
     await server.kill()
-    directory = requests.directory
-    await directory._targets.pop("t1").client.close()
+    await until(lambda: not requests.directory.targets)
     async with client_of(process.address) as client:
         held = [asyncio.create_task(read(client, replace(NAMELESS, model=name))) for name in ("", "fake")]
         await until(lambda: requests.figures().num_held == 2)
