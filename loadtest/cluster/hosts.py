@@ -85,8 +85,9 @@ def hosts(*names: str) -> Iterator[dict[str, Host]]:
     finally:
         _end_all([*made.values()])
         for host in made.values():
-            with suppress(subprocess.CalledProcessError):
-                _run("netns", "del", host.namespace)
+            for leftover in ("link", host.port), ("netns", host.namespace):  # a socket with unsent data keeps its link
+                with suppress(subprocess.CalledProcessError):
+                    _run(leftover[0], "del", leftover[1])
         with suppress(subprocess.CalledProcessError):
             _run("link", "del", bridge)
 
