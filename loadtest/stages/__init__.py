@@ -1,0 +1,1 @@
+"""Tries what could carry hidden states between the stages of a target."""
