@@ -246,7 +246,7 @@ class Supervising:
                 return IndexPlace(*await self._index.place.remote())
         except TimeoutError as exc:
             raise Unavailable(f"the deployment {INDEX} does not answer within {timeout_seconds:g} s") from exc
-        except Exception as exc:  # Serve raises various classes where a deployment has no replica
+        except Exception as exc:  # Serve raises various classes if a deployment has no replica
             raise Unavailable(f"the deployment {INDEX} does not report the index's address: {exc!r}") from exc
 
 

@@ -239,7 +239,7 @@ def _check_policy(role: Role, value: Any) -> None:
             raise ConfigError(f"{where}: must be metric and most, got {dict(kwargs)}")
         PerReplica(kwargs["metric"], kwargs["most"])
         if kwargs["metric"] != METRIC_OF[role]:
-            must = f"{METRIC_OF[role]}, as {role.value} tells no other"
+            must = f"{METRIC_OF[role]}, as {role.value} reports no other"
             raise ConfigError(f"{where}.metric: must be {must}, got {kwargs['metric']}")
     elif role is Role.DRAFT and "policy_function" not in policy:
         raise ConfigError(
@@ -257,7 +257,7 @@ def _require_room_for_ports(settings: ProgramSettings, deployment: Mapping[str, 
         port = getattr(settings.config, name, 0)  # a draft worker has no http_port
         if port > 0:
             raise ConfigError(
-                f"{settings.role.value}.max_replicas_per_node: must be 1 where there may be several replicas "
+                f"{settings.role.value}.max_replicas_per_node: must be 1 if there may be several replicas "
                 f"and program.{name} is fixed, {port}"
             )
 

@@ -169,7 +169,7 @@ def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others
 
 
 def resolved_url(index_url: str, environ: Mapping[str, str]) -> str:
-    """Return the index's URL; $NAME stands for that environment variable, which keeps passwords out of files.
+    """Return the index's URL; $NAME means that environment variable, which keeps passwords out of files.
 
     Raise ConfigError if the variable is not set.
     """

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class DraftCollector(Collector):
-    """Exports the engine's counters at each scrape, under vLLM's names where it has one."""
+    """Exports the engine's counters at each scrape, under vLLM's names if it has one."""
 
     def __init__(self, model_name: str, engine: DraftEngine, num_unanswered: Callable[[], int]) -> None:
         """`num_unanswered` counts calls, growing ones included."""

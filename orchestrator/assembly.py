@@ -1,6 +1,6 @@
 """Builds an orchestrator from its settings, for any program that embeds one.
 
-It reads no command line, handles no signals and ends no process; a stop event tells it to end.
+It reads no command line, handles no signals and ends no process; a stop event ends it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Scenario:
     def sliced(self) -> tuple[Scenario, int]:
         """One of several equal shares of users, targets and drafts, and the number of shares; 1 if not divisible.
 
-        Identical shares are independent. Where only large shares divide all three, smaller ones are rounded.
+        Identical shares are independent. If only large shares divide all three, smaller ones are rounded.
         """
         whole = (self.num_users, self.num_targets, self.num_drafts)
         for slack, most_targets in (*((less, MOST_EXACT) for less in LESS_ROUNDING), (ROUNDING, self.num_targets)):

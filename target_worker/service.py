@@ -47,7 +47,7 @@ class TargetLoad(NamedTuple):
 
 
 class LoadCollector(Collector):
-    """Gauges of slots and calls, under vLLM's names where it has one."""
+    """Gauges of slots and calls, under vLLM's names if it has one."""
 
     def __init__(self, model_name: str, load: Callable[[], TargetLoad]) -> None:
         self._model_name, self._load = model_name, load

@@ -303,7 +303,7 @@ def choose_places(
 
 
 def _require_free(others: Sequence[OtherDevice]) -> None:
-    """Raises ConfigError where another accelerator has less memory than is asked of it."""
+    """Raises ConfigError if another accelerator has less memory than is asked of it."""
     for other in others:
         free = free_device_bytes(torch.device(other.name))
         if other.budget > free:

@@ -50,7 +50,7 @@ class Backend(ABC):
         return False
 
     def multiply(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """As `linear`, of any number of rows; only where `fits_single_rows` or `multiplies_single_rows` allow it."""
+        """As `linear`, of any number of rows; only if `fits_single_rows` or `multiplies_single_rows` allow it."""
         raise NotImplementedError
 
     def linear_by_head(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Backend(ABC):
 
         queries (num_rows, num_heads, head_dim), keys and values (num_rows, num_kv_heads, head_dim); returns (num_rows,
         num_heads, value_dim) in the type of `queries`. `rules` are scale, window, softcap (0: none) and sinks or None.
-        Where queries are wider than values, they are as wide as a key and a value: the value is the key's second part.
+        If queries are wider than values, they are as wide as a key and a value: the value is the key's second part.
         """
 
     @abstractmethod

@@ -67,7 +67,7 @@ def grow_result_to_wire(result: m.GrowResult) -> draft_pb2.GrowReply:
 
 
 def grow_result_from_wire(message: draft_pb2.GrowReply) -> m.GrowResult:
-    """The result of a message; raises InvalidTree where the tree's arrays have inconsistent lengths."""
+    """The result of a message; raises InvalidTree if the tree's arrays have inconsistent lengths."""
     return m.GrowResult(tree_from_wire(message.tree), **from_fields(message, m.GrowResult, "tree"))
 
 

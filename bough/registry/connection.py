@@ -40,7 +40,7 @@ MAX_CONNECTIONS = 16
 FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")  # URL settings that name files
 Value = str | bytes | int  # an argument's type
 SCRIPTS = Path(__file__).parent / "lua"
-PASSWORD_FILE = "password_file"  # its first line is the password; read anew for each connection
+PASSWORD_FILE = "password_file"  # its first line is the password; read again for each connection
 SETTINGS = ("client_name", "db", "password", PASSWORD_FILE, "username")  # allowed in the query, besides ssl_...
 CLUSTER = "+cluster"
 FORM = (
@@ -127,7 +127,7 @@ class IndexConnection:
 
 
 class _PasswordOfFile(CredentialProvider):
-    """The first line of a file, read anew for each connection."""
+    """The first line of a file, read again for each connection."""
 
     def __init__(self, path: str) -> None:
         """Raises ConfigError for a file that cannot be used."""
@@ -135,7 +135,7 @@ class _PasswordOfFile(CredentialProvider):
         self._read()
 
     async def get_credentials_async(self) -> tuple[str]:
-        """The password, read anew for each connection. Raises AuthenticationError if the file cannot be used now."""
+        """The password, read again for each connection. Raises AuthenticationError if the file cannot be used now."""
         try:
             return (await asyncio.to_thread(self._read),)
         except ConfigError as exc:
@@ -150,7 +150,7 @@ class _PasswordOfFile(CredentialProvider):
 
 
 class _CurrentTls(redis.asyncio.SSLConnection):
-    """Reads its certificates anew for each connection, as they may have been renewed."""
+    """Reads its certificates again for each connection, as they may have been renewed."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:
         self.ssl_context.context = None

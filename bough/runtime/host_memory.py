@@ -30,9 +30,9 @@ LARGE_PAGE = 2 * 1024 * 1024
 
 
 def large_pages(num_bytes: int) -> memoryview:
-    """Page-aligned zeroed memory, in pages of 2 MB where the system has them; allocated when first written.
+    """Page-aligned zeroed memory, in pages of 2 MB if the system has them; allocated when first written.
 
-    Small pages cost an address translation every 4 KB, and split disk reads where they are not contiguous.
+    Small pages cost an address translation every 4 KB, and split disk reads if they are not contiguous.
     The memory is private, because Linux by default gives shared memory small pages only, and it is aligned for huge
     pages.
     """

@@ -119,7 +119,7 @@ def certificate_files(config: ServiceConfig) -> CertificateFiles:
     files = CertificateFiles(config.tls_cert, config.tls_key, config.tls_ca, clients)
     for setting, value in ((AUTHORITY, files.authority), (CLIENT_AUTHORITY, files.client_authority)):
         if value and not (files.cert or files.key):
-            raise ConfigError(f"{CERT}: missing; must be given where {setting} is, as the process must present one too")
+            raise ConfigError(f"{CERT}: missing; must be given if {setting} is, as the process must present one too")
     is_worker = not isinstance(config, OrchestratorConfig)
     if is_worker and (files.cert or files.key or config.tls_peer_names) and not files.authority:
         raise ConfigError(

@@ -53,7 +53,7 @@ def read_certificates(files: CertificateFiles, *, is_server: bool) -> Certificat
     """
     if bool(files.cert) != bool(files.key):
         given, other = (CERT, KEY) if files.cert else (KEY, CERT)
-        raise ConfigError(f"{other}: missing; must be given where {given} is")
+        raise ConfigError(f"{other}: missing; must be given if {given} is")
     authority = _read_authority(AUTHORITY, files.authority)
     clients = _read_authority(CLIENT_AUTHORITY, files.client_authority)
     if not files.cert:

@@ -356,7 +356,7 @@ class _Handshake(asyncio.Protocol):
 
 
 def _reason(exc: OSError) -> str:
-    """Description of the error, in terms of settings where possible."""
+    """Description of the error, in terms of settings if possible."""
     if isinstance(exc, ssl.SSLError) and exc.reason == "HTTP_REQUEST":
         return "it speaks plain HTTP, but this port serves https://"
     if isinstance(exc, ssl.SSLError) and exc.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":

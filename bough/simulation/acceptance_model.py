@@ -45,7 +45,7 @@ class AcceptanceModel:
     """The probability that the child of each rank is the target's token, its variance, and the draft's calibration.
 
     `spread` is the variation among positions: the standard deviation of the first rank's probability, as a share of the
-    largest possible one. At 0 all positions are alike; near 1 each is either certain or as flat as the vector allows.
+    largest possible one. At 0 all positions are equal; near 1 each is either certain or as flat as the vector allows.
     Means over positions are always `rows`. The draft's stated probabilities are the true ones to the power
     `overconfidence`, normalised.
     """

@@ -105,5 +105,5 @@ def _mean_parts(parts: Sequence[RoundSeconds]) -> RoundSeconds:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """The quotient; 0 where there is nothing to divide by."""
+    """The quotient; 0 if there is nothing to divide by."""
     return numerator / denominator if denominator else 0.0

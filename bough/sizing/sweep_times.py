@@ -285,7 +285,7 @@ class RowAverages:
         return max(CHANGE_STEP, CLIP * median(self._residuals)) if self._residuals else CHANGE_STEP
 
     def _has_changed(self) -> bool:
-        """Whether the run indicates a change: its residuals are alike, and many or large."""
+        """Whether the run indicates a change: its residuals agree, and are many or large."""
         if len(self._run) < CLEAR_RUN:
             return False
         residuals, least = [abs(residual) for _, residual in self._run], self._least_step()

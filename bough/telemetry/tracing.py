@@ -154,7 +154,7 @@ async def tracing(config: ServiceConfig, kind: str, process_id: str, sample: flo
         exporter = Exporter(config.otlp_endpoint, config.namespace, kind, process_id, sample)
     except ModuleNotFoundError as exc:
         raise ConfigError(
-            f"--otlp-endpoint: must be empty where {exc.name} is not installed, got {config.otlp_endpoint!r}; "
+            f"--otlp-endpoint: must be empty if {exc.name} is not installed, got {config.otlp_endpoint!r}; "
             "pip install '.[tracing]'"
         ) from exc
     except Exception as exc:  # invalid variables such as OTEL_EXPORTER_OTLP_TIMEOUT raise various errors

@@ -85,7 +85,7 @@ def by_rank(counted: SchemeAcceptance) -> Acceptance:
 def by_depth_and_rank(counted: SchemeAcceptance) -> Acceptance:
     """Estimate non-increasing rows (num_depths, num_ranks), each shrunk towards the average over all depths.
 
-    Shrinkage is stronger where fewer nodes were counted, since few rounds go deep. `counted` must not be empty.
+    Shrinkage is stronger if fewer nodes were counted, since few rounds go deep. `counted` must not be empty.
     """
     accepted, rejected = _tables(counted)
     common = by_rank(counted)[0]

@@ -88,7 +88,7 @@ class _Curve(NamedTuple):
     slopes: FloatArray  # steps of a concave majorant that begins at the first value
 
     def table(self, nodes: int) -> FloatArray:
-        """(nodes + 1,) [m]: value of m nodes; -inf where there is none."""
+        """(nodes + 1,) [m]: value of m nodes; -inf if there is none."""
         values = np.full(nodes + 1, -np.inf)
         values[self.least : self.least + len(self.values)] = self.values
         return values
@@ -107,7 +107,7 @@ LEAF = _Curve(1, np.ones(1), np.empty(0))  # a root without children
 
 
 class _SubtreeValues(NamedTuple):
-    """Largest values of subtrees whose root is at one depth and counts 1; -inf where no such subtree exists."""
+    """Largest values of subtrees whose root is at one depth and counts 1; -inf if no such subtree exists."""
 
     values: FloatArray  # (most children + 1, nodes + 1) [b, m]: m nodes, b children of the root
     best: FloatArray  # (nodes + 1,) [m]: m nodes, any number of children

@@ -25,7 +25,7 @@ MAX_KINDS = 64  # limit of kinds of guesses that are remembered
 
 @dataclass(frozen=True, slots=True)
 class Guessing:
-    """All inputs of candidates besides the logits; where it is equal, cached expansions stay valid."""
+    """All inputs of candidates besides the logits; if it is equal, cached expansions stay valid."""
 
     params: SamplingParams
     prompt_length: int
@@ -58,7 +58,7 @@ class Guessing:
             return self._weighted(values, tokens)
         scores: NDArray[np.floating[Any]] = values
         if not self.params.is_greedy:
-            with np.errstate(divide="ignore", invalid="ignore"):  # where a row has no token with a finite logit
+            with np.errstate(divide="ignore", invalid="ignore"):  # if a row has no token with a finite logit
                 scores = filtered(values.astype(np.float64), self.params)
         if self.is_perturbed:
             from draft_worker.candidates.noise import noise_at  # compiled: simulated drafts start without numba

@@ -21,7 +21,7 @@ from draft_worker.engine.session import DraftSession
 from draft_worker.expansions.expansion_cache import CachedGrowth, PendingExpansions
 from draft_worker.growth.grower import Grower
 
-NUM_STEPS = 64  # default limit of steps, where the device is not shared
+NUM_STEPS = 64  # default limit of steps if the device is not shared
 NUM_OUTCOMES = 32  # limit of outcomes for which trees are grown
 MAX_ROWS = 32  # of one draft step: a new call waits until it ends
 

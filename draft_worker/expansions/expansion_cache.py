@@ -52,7 +52,7 @@ class ExpansionCache:
         return np.array([self._index.get(key, -1) for key in _key(parents, tokens).tolist()], np.int32)
 
     def find_tree(self, parents: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Expansions (num_nodes,) of a tree's nodes; -1 where the model was not run."""
+        """Expansions (num_nodes,) of a tree's nodes; -1 if the model was not run."""
         found: list[int] = []
         for parent, token in zip(parents.tolist(), tokens.tolist(), strict=True):
             above = -1 if parent < 0 else found[parent]

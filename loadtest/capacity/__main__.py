@@ -75,7 +75,7 @@ def depth_of(nodes: int) -> int:
 
 
 def tokens_of(model: AcceptanceModel, nodes: int, depth: int) -> float:
-    """Expected tokens of a round by the best tree of this size where all positions are alike."""
+    """Expected tokens of a round by the best tree of this size if all positions are equal."""
     acceptance = smoothed(model.acceptance())
     return expected_tokens(best_shape(acceptance, nodes, depth + 1), acceptance)
 

@@ -113,7 +113,7 @@ def merged(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def holds(report: Mapping[str, Any], on_gpu: bool) -> bool:
-    """Whether all checks hold; speed is checked only where the smallest trees are bound by the link."""
+    """Whether all checks hold; speed is checked only if the smallest trees are bound by the link."""
     counted = [*report.get("equality", []), *report.get("families", [])]
     counted += [report[name] for name in ("layer_bits", "experts") if name in report]
     close = [report[name] for name in ("attention", "second_gpu") if name in report]

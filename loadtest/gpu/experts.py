@@ -50,7 +50,7 @@ def experts(
 ) -> dict[str, Any]:
     """Sweep the same trees both ways and compare logits bit for bit.
 
-    A third of the model stays on the device, or two layers where that is more.
+    A third of the model stays on the device, or two layers if that is more.
     """
     save_mixture(folder, *mixture, 1)
     whole, chosen = (_swept(folder, device, new_streams(device), is_apart) for is_apart in (False, True))

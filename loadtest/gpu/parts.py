@@ -215,7 +215,7 @@ def _plain_logits(model: StreamedModel, arena: KVArena, node: int) -> torch.Tens
 
 
 def draft_steps(device: torch.device, config: LlamaConfig, folder: Path) -> list[dict[str, Any]]:
-    """Time of a draft step by rows: launched kernel by kernel, and with CUDA graphs where possible."""
+    """Time of a draft step by rows: launched kernel by kernel, and with CUDA graphs if possible."""
     one_layer = LlamaConfig.from_dict({**config.to_dict(), "num_hidden_layers": 1})
     checkpoint = repeated(
         write_random(folder / "written", one_layer, device), config.num_hidden_layers, folder / "read"

@@ -26,7 +26,7 @@ def attend_by_mask(
 ) -> torch.Tensor:
     """Attention by gathering each row's path.
 
-    queries (num_rows, num_heads, head_dim); keys and values (num_memory_rows, num_kv_heads, head_dim). Where queries
+    queries (num_rows, num_heads, head_dim); keys and values (num_memory_rows, num_kv_heads, head_dim). If queries
     are wider, a key has its value as a second part.
     """
     queries, keys, values = queries.float(), keys.float(), values.float()

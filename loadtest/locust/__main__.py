@@ -215,7 +215,7 @@ def read_arguments() -> argparse.Namespace:
 def main() -> int:
     """Print one JSON line, and return the exit status: 1 if requests failed or none was finished.
 
-    It is 2, with a one-line message, where the test itself could not be made.
+    It is 2, with a one-line message, if the test itself could not run.
     """
     try:
         figures = asyncio.run(run(read_arguments()))

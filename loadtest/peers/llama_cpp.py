@@ -167,7 +167,7 @@ def first_difference(left: Sequence[int], right: Sequence[int], eos_ids: Collect
 def differences(
     texts: Mapping[str, Mapping[int, Sequence[int]]], reference: str, eos_ids: Collection[int]
 ) -> dict[str, dict[int, int]]:
-    """Positions of the first difference from the reference, by side and prompt, where there is one."""
+    """Positions of the first difference from the reference, by side and prompt, if there is one."""
     found: dict[str, dict[int, int]] = {}
     for side, by_prompt in texts.items():
         for number, token_ids in by_prompt.items():

@@ -11,7 +11,7 @@ Conversations: seconds to the first token with and without a session name, with 
 Ends with one JSON line. Ratios divide the seconds of the best fixed size by those of self-sized trees for equal tokens:
 above 1 self-sized trees are faster. The best size, plain decoding included, is chosen on half of the repeats.
 
-off_penalty         where plain decoding is best: 1 - its seconds / self-sized seconds, in the worst such regime
+off_penalty         if plain decoding is best: 1 - its seconds / self-sized seconds, in the worst such regime
 token_error         expected / real tokens - 1, over all rounds that read no prompt
 round_time_error    the same for seconds. Both use `--more-repeats` or `--more-prompts` further texts, because chance
                     alone makes 7 % over 60 rounds of 10 tokens

@@ -109,7 +109,7 @@ def write_profile(
 ) -> Path:
     """Write a profile: a sweep of up to `knee_rows` rows takes `sweep_seconds`, a draft step a hundredth of that."""
     profile: dict[str, Any] = {
-        "source": f"Made up: sweeps of {sweep_seconds:g} s whatever they compute, to measure what stands before them.",
+        "source": f"Made up: sweeps of {sweep_seconds:g} s whatever they compute, to measure the time before them.",
         "target": {
             "link_seconds": sweep_seconds,
             "compute_row_seconds": sweep_seconds / knee_rows,

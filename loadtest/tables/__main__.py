@@ -6,7 +6,7 @@ There is a file a subject, and each run has what it takes to repeat it:
 
     {"title": "...", "text": ["a paragraph", ...], "runs": [RUN, ...]}
 
-A RUN has `command`, `machine`, `date`, `commit` (of the code that ran; where that was not kept, the one that recorded
+A RUN has `command`, `machine`, `date`, `commit` (of the code that ran; if that was not kept, the one that recorded
 the figures, and its date), and `table`, with `columns` and `rows` of text. `note` is a paragraph below.
 """
 

@@ -104,7 +104,7 @@ class UnreachedWorker:
 class UnreachedWorkers:
     """Listed workers that have not reported what they serve; they are tried again from time to time.
 
-    The attempts start anew for a worker that has been met, unlisted, or listed at another address.
+    The attempts start again for a worker that has been met, unlisted, or listed at another address.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

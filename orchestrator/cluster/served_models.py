@@ -71,8 +71,8 @@ def targets_for(
 ) -> Targets:
     """The usable targets of one model that may serve a request; at least one.
 
-    A resumed request continues where it gets the same tokens, and one in a session where the session's model is
-    served. A request with the whole text may restart a session with another model by naming it.
+    A resumed request continues at a target that gives the same tokens; one in a session, at one that serves the
+    session's model. A request with the whole text may restart a session with another model by naming it.
 
     Raises:
         InvalidRequest: the named model is not that of the request or session, or none is named and several are served.

@@ -61,7 +61,7 @@ class SlotQueue:
 
 
 class PlaceState(Enum):
-    """How a session stands at its target. Only while it waits is it counted nowhere."""
+    """A session's state at its target. While it waits it is counted nowhere."""
 
     NEW = "new"  # the target has not been asked yet
     HELD = "held"  # the target has answered a call, and keeps the session's KV

@@ -60,7 +60,7 @@ def document() -> Schema:
                 kind.update(values if kind["type"] in ("number", "integer") else {})
     for name, rules in RULES.items():
         defined["$defs"][name]["allOf"] = rules
-    bearer = {"type": "http", "scheme": "bearer", "description": "a key, where the orchestrator has --keys"}
+    bearer = {"type": "http", "scheme": "bearer", "description": "a key, if the orchestrator has --keys"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "bough", "version": __version__, "description": "OpenAI's API, and what operators need"},

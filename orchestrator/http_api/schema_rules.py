@@ -1,4 +1,4 @@
-"""What fields of a request body must be beside one another, as the document at /openapi.json says it.
+"""Which fields of a request body must occur together, for the document at /openapi.json.
 
 JSON Schema cannot say that two values are related: that `tool_choice` names one of `tools`, `min_tokens` is at most
 `max_tokens`, or a text is a grammar. Nor does the document know the served models: how many tokens and nodes they have.

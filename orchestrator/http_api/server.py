@@ -79,7 +79,7 @@ def _listener(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         is_v6 = family == socket.AF_INET6
         listener = socket.create_server(address, family=family, backlog=NUM_PENDING, dualstack_ipv6=is_v6)
-    except (OSError, UnicodeError) as exc:  # the latter where a name has labels such as those of "a..b"
+    except (OSError, UnicodeError) as exc:  # the latter if a name has labels such as those of "a..b"
         raise ConfigError(
             f"--http-port: cannot listen on {host}:{port}: {exc}; --host must be this machine's, 0 takes a free port"
         ) from exc

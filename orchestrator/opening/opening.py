@@ -163,7 +163,7 @@ class Opening:
         if options.resume is not None and options.resume.num_tokens > 0:
             raise NotFound(
                 "request_id",
-                f"{options.request_id!r} is not known any more, nor is its session; "
+                f"{options.request_id!r} is not known any more, and neither is its session; "
                 "send the full history, with continues false",
             )
         if past.session is None or not past.session.tokens:
@@ -335,7 +335,7 @@ def require_same_request(record: RequestRecord, session: Session) -> None:
 def resume(session: Session, options: GenerateOptions, wanted: Resume, record: RequestRecord | None) -> Tokens | None:
     """Bring a new session to its request's state; returns the tokens that the client has not seen, if any.
 
-    The client's account of the tokens that it received is trusted; the index's only where it agrees. Raises
+    The client's account of the tokens that it received is trusted; the index's only if it agrees. Raises
     InvalidRequest if the received tokens are unknown.
     """
     recorded = () if record is None else record.tokens[record.prompt_length :]

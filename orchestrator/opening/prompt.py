@@ -149,7 +149,7 @@ async def _in_turn(cache_salt: str, work: Callable[[], Result]) -> Result:
 def _of_tools(
     tools: Tools, tokenizer: Tokenizer, tool_format: str, demanded: str, reasoning: Reasoning | None
 ) -> OutputForm:
-    """The form of an output of tool calls; where the model may choose not to call, also the form of its answer.
+    """The form of an output of tool calls; if the model may choose not to call, also the form of its answer.
 
     Without such a form it is free, unless names, arguments or number of calls are restricted. Raises
     InvalidRequest if the functions cannot be called so, or the parser of calls does not go with that of reasoning.

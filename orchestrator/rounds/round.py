@@ -124,7 +124,7 @@ class Rounds:
     def _situation(self, session: Session, place: TargetPlace, draft: DraftHandle | None) -> Situation:
         """The sizer's input. Sampled schemes use prompt lookup only if the request asks for it.
 
-        Sampled schemes draw anew in every round: the same seed gives the same text only if rounds end at the same
+        Sampled schemes draw again in every round: the same seed gives the same text only if rounds end at the same
         tokens, and lookup depends on other sessions' experience.
         """
         speculation = session.speculation

@@ -2,7 +2,7 @@
 
 A round makes three calls. `plan` compares all tree sizes with plain decoding, by the gains of past rounds and the
 seconds of sweeps and draft steps, and sets the least gain of a draft step. `propose` cuts the grown
-tree where the next node is not worth its time. `observe` learns from the verdict.
+tree if the next node is not worth its time. `observe` learns from the verdict.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 NANO = 1e-9
 HASH_LENGTH = 16  # hexadecimal digits of a session's hash in traces
-# Bounds in seconds: vLLM's where they are fine enough, and longer ones, as sweeps of streamed weights take seconds.
+# Bounds in seconds: vLLM's if they are fine enough, and longer ones, as sweeps of streamed weights take seconds.
 WAIT_BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
 TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0)
 LEFT = (GeneratorExit, asyncio.CancelledError)  # raised in a request whose caller has gone

@@ -86,7 +86,7 @@ class CallSyntax(Protocol):
 
 
 def written(text: str, added_tokens: AddedTokens) -> str:
-    """A text as part of a rule: where the vocabulary has a token for a part of it, models were trained with that."""
+    """A text as part of a rule: if the vocabulary has a token for a part of it, models were trained with that."""
     tokens = sorted((token for token in added_tokens if token in text), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
     return " ".join(

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's files, with O_DIRECT where the file system allows it, and detects changes to them."""
+"""Reads a checkpoint's files, with O_DIRECT if the file system allows it, and detects changes to them."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class StreamedModel:
 
     transformers' own forward runs; only each layer's `forward` is replaced: wait for the slab, bind the parameters, and
     run the layer in chunks of rows. So all code specific to an architecture is transformers'.
-    `CompiledLayers` replaces the layer where it supports it.
+    `CompiledLayers` replaces the layer if it supports it.
     """
 
     def __init__(

@@ -33,11 +33,11 @@ from bough.trees.tree_plan import Scheme
 from target_worker.verification.traversal import Traversal
 from target_worker.verification.verify import conditional_distribution, draws_at, walk
 
-NO_NUMBER = -1  # in place of a token, where a row's largest logit is not finite
+NO_NUMBER = -1  # in place of a token, if a row's largest logit is not finite
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Argmax of each row, (num_rows,) int64 on the host; NO_NUMBER where the largest logit is not finite.
+    """Argmax of each row, (num_rows,) int64 on the host; NO_NUMBER if the largest logit is not finite.
 
     The result takes a few kilobytes, the logits hundreds of megabytes. This is the only wait for a device's sweep.
     """

@@ -80,7 +80,7 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
         (
             f"{ORCHESTRATOR}.autoscaling_config.policy.policy_kwargs.metric",
             "calls",
-            r"policy_kwargs\.metric: must be requests, as Orchestrator tells no other, got calls",
+            r"policy_kwargs\.metric: must be requests, as Orchestrator reports no other, got calls",
         ),
         (
             f"{DRAFT}.autoscaling_config.policy",

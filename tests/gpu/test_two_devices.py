@@ -152,9 +152,7 @@ def test_larger_hidden_states_give_fewer_runs_of_layers(hop_bytes: int, num_cros
     ("tiers", "others", "num_crossings"),
     [("rrrr", (), 0), ("reer", (0, 0), 2), ("reer", (0, 1), 3), ("erre", (0, 0), 4)],
 )
-def test_hidden_states_cross_from_any_device_to_another(
-    tiers: str, others: tuple[int, ...], num_crossings: int
-) -> None:
+def test_crossings_between_any_two_devices_are_counted(tiers: str, others: tuple[int, ...], num_crossings: int) -> None:
     named = tuple(Tier.RESIDENT if tier == "r" else Tier.ELSEWHERE for tier in tiers)
     assert Placement(named, (1,) * 4, Fixed(0, 0, 0, 0), 0, others=others).num_crossings == num_crossings
 

@@ -52,8 +52,8 @@ def test_a_missing_file_is_named_by_its_setting(files: CertificateFiles) -> None
     assert refusal(replace(files, key="none")).startswith("--tls-key: none must be a readable file")
     assert refusal(replace(files, authority="none")).startswith("--tls-ca: none must be a readable file")
     assert refusal(replace(files, client_authority="none")).startswith("--tls-client-ca: none must be a readable file")
-    assert refusal(replace(files, key="")) == "--tls-key: missing; must be given where --tls-cert is"
-    assert refusal(replace(files, cert="")) == "--tls-cert: missing; must be given where --tls-key is"
+    assert refusal(replace(files, key="")) == "--tls-key: missing; must be given if --tls-cert is"
+    assert refusal(replace(files, cert="")) == "--tls-cert: missing; must be given if --tls-key is"
 
 
 def test_a_key_that_others_can_read_is_refused(files: CertificateFiles) -> None:
@@ -125,9 +125,9 @@ def test_a_key_made_private_after_it_was_written_is_accepted(files: CertificateF
     [
         (TargetConfig, ["--tls-cert", "c", "--tls-key", "k"], "--tls-ca: missing; must be given for a worker with"),
         (TargetConfig, ["--tls-peer-names", "a"], "--tls-ca: missing; must be given for a worker with"),
-        (TargetConfig, ["--tls-ca", "a"], "--tls-cert: missing; must be given where --tls-ca is"),
-        (OrchestratorConfig, ["--tls-ca", "a"], "--tls-cert: missing; must be given where --tls-ca is"),
-        (OrchestratorConfig, ["--tls-client-ca", "a"], "--tls-cert: missing; must be given where --tls-client-ca is"),
+        (TargetConfig, ["--tls-ca", "a"], "--tls-cert: missing; must be given if --tls-ca is"),
+        (OrchestratorConfig, ["--tls-ca", "a"], "--tls-cert: missing; must be given if --tls-ca is"),
+        (OrchestratorConfig, ["--tls-client-ca", "a"], "--tls-cert: missing; must be given if --tls-client-ca is"),
     ],
 )
 def test_settings_that_depend_on_each_other_are_named(

@@ -50,7 +50,7 @@ def changed(path: str, value: object) -> str:
 @pytest.mark.parametrize("name", shipped_profiles())
 def test_every_shipped_profile_states_its_source(name: str) -> None:
     profile = load_profile(name)
-    assert profile.source.startswith(("Measured", "Reckoned", "From"))
+    assert profile.source.startswith(("Measured", "Calculated", "From"))
     assert profile.target.sweep_seconds(1) <= profile.target.sweep_seconds(64) <= profile.target.sweep_seconds(512)
 
 

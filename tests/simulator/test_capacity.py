@@ -232,7 +232,7 @@ def test_the_command_prints_a_table_or_one_json_line(capsys: pytest.CaptureFixtu
     assert run(*common) == 0
     assert "2 users, 1 target, 1 draft: the first bottleneck is the targets' computing" in capsys.readouterr().out
     assert run("list") == 0
-    assert "rtx4090-70b-4bit: Reckoned" in capsys.readouterr().out
+    assert "rtx4090-70b-4bit: Calculated" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_a_missing_package_names_the_extra(kind: str) -> None:
     code += f"from {kind}.__main__ import main, run; run(main)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "--otlp-endpoint: must be empty where" in done.stderr
+    assert "--otlp-endpoint: must be empty if" in done.stderr
     assert "pip install '.[tracing]'" in done.stderr
 
 

@@ -26,7 +26,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--system", default="", help="system message")
     add("--chat-template-kwargs", default="", metavar="JSON", help="variables of the template: '{\"thinking\": true}'")
-    add("--model", default="", help="name of the model, where several are served (`bough doctor` lists them)")
+    add("--model", default="", help="name of the model, if several are served (`bough doctor` lists them)")
     add("--session", default="", help="keep KV under this name for the next turn")
     for name, parameter in PARAMETERS.items():
         flag, default = f"--{name.replace('_', '-')}", getattr(defaults, name)

@@ -239,7 +239,7 @@ async def _run_all(client: Client, arguments: argparse.Namespace, max_nodes: int
 
 
 async def _run_grid(client: Client, arguments: argparse.Namespace, grid: list[int]) -> tuple[Side, dict[int, Side]]:
-    """Run each size twice, in order and reversed: a drift of the machine's speed then affects all sizes alike."""
+    """Run each size twice, in order and reversed: a drift of the machine's speed then affects all sizes equally."""
     tokens = min(GRID_TOKENS, arguments.max_tokens)
     print(f"\nthe first {tokens} tokens again, with fixed sizes and self-sized (now warm), by turns:\n")
     order = [*grid[:2], SELF_SIZED, *grid[2:]]

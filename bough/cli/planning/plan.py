@@ -151,7 +151,7 @@ def _sweeps(plan: Plan) -> Iterator[str]:
         )
     yield "compute counts matrix products only; attention, norms and sampling add to it, and dominate in small layers"
     if sweep.expert_seconds:
-        yield "experts are assumed to be chosen uniformly and independently; real rows choose more alike"
+        yield "experts are assumed to be chosen uniformly and independently; real rows share more of them"
     if sweep.knee == 0:
         yield f"no knee: {sweep.rows.step} rows already take longer to compute than to move over the link"
 

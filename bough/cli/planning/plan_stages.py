@@ -148,5 +148,5 @@ def _link_speed(speeds: Speeds, tier: Tier) -> float:
 
 
 def _float32_hidden_bytes(shapes: ModelShapes) -> int:
-    """Bytes of a row's hidden state where layers are compiled for a CPU, which keep it in float32."""
+    """Bytes of a row's hidden state if layers are compiled for a CPU, which keep it in float32."""
     return int(shapes.config.hidden_size) * FLOAT32_BYTES

@@ -31,7 +31,7 @@ class Checkpoint:
 
     path: Path  # a folder, or a GGUF file
     tensors: dict[str, TensorPlace]
-    has_data: bool = True  # False where only headers were fetched
+    has_data: bool = True  # False if only headers were fetched
 
     @classmethod
     def headers_of_hub(cls, model: str, folder: Path) -> Checkpoint:

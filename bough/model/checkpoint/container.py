@@ -82,4 +82,4 @@ class Container(Protocol):
         """
 
     def tokens(self) -> Sequence[str]:
-        """The tokens of the tokenizer, read without transformers where possible; errors as of `tokenizer_files`."""
+        """The tokens of the tokenizer, read without transformers if possible; errors as of `tokenizer_files`."""

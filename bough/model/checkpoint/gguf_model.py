@@ -184,7 +184,7 @@ class GgufModel:
         return config
 
     def description(self) -> bytes:
-        """What stands before the weights."""
+        """The part of the file before the weights."""
         with self.path.open("rb") as stream:
             return stream.read(read_gguf(self.path).num_bytes)
 

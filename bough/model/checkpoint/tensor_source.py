@@ -122,7 +122,7 @@ class Stored:
         return self.place.shape
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Scratch bytes of a converted copy; 0 where the value is a view of the tensor's bytes."""
+        """Scratch bytes of a converted copy; 0 if the value is a view of the tensor's bytes."""
         return 0 if self._is_view(dtype) else room_bytes(self.shape, dtype)
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:

@@ -67,7 +67,7 @@ class Rules(NamedTuple):
     scale: np.float32
     window: int  # positions that a row sees, its own included; 0 is unlimited
     softcap: np.float32  # 0 is none
-    sinks: Floats  # (num_heads,) scores added to the softmax's denominator; -inf where there are none
+    sinks: Floats  # (num_heads,) scores added to the softmax's denominator; -inf if there are none
 
 
 class _Tile(NamedTuple):

@@ -70,7 +70,7 @@ def multiplies_and_adds() -> bool:
 _ADD_FOURS = "avx512vnni", "avxvnni"
 _ADDS_TWOS = has_feature("avx2") and not any(map(has_feature, _ADD_FOURS))  # only two products of bytes at a time
 MOST_SIGNED = 64 if _ADDS_TWOS else 127  # limit of signed bytes: two products with 255 must fit in 16 bits
-# Vectors of LANES that fit in registers; a vector is several registers where these are shorter.
+# Vectors of LANES that fit in registers; a vector is several registers if these are shorter.
 NUM_VECTORS = 32 if has_feature("avx512f") else 8
 
 
@@ -80,7 +80,7 @@ def call(builder: ir.IRBuilder, name: str, kind: ir.FunctionType, arguments: Seq
 
 
 def dot_pairs(builder: ir.IRBuilder, sums: Any, first: Any, second: Any) -> Any:
-    """sums + the dot product of each lane's two bfloat16, with one instruction where that is fast.
+    """sums + the dot product of each lane's two bfloat16, with one instruction if that is fast.
 
     The instruction treats subnormal numbers as 0.
     """

@@ -203,7 +203,7 @@ class LlamaDecoder:
 
         Valid until the next call.
         """
-        # Uses numpy instead of torch where possible: caches are cold after each step, and every call is slow.
+        # Uses numpy instead of torch if possible: caches are cold after each step, and every call is slow.
         (chunk,) = batch.chunks
         positions, logit_rows = batch.positions, batch.wanted_rows
         self._know_positions(int(positions.max()) + 1)

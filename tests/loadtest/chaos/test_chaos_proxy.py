@@ -165,7 +165,7 @@ async def test_a_stalled_link_loses_nothing_and_a_swallowing_one_ends_in_a_reset
         writer.close()
 
 
-async def test_the_proxy_forwards_messages_of_any_size() -> None:
+async def test_messages_that_are_too_large_are_refused_by_the_server_and_not_by_the_proxy() -> None:
     """The proxy has no limit; the server behind it has grpc's own."""
     async with proxied() as (echo, _, said):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

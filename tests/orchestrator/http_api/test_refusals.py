@@ -294,7 +294,7 @@ async def test_null_instead_of_a_text_is_named_as_null(door: HttpStack) -> None:
     assert tokens[0] == tokens[1]
 
 
-async def test_a_regular_expression_may_be_short(door: HttpStack) -> None:
+async def test_min_tokens_cannot_be_combined_with_an_output_format(door: HttpStack) -> None:
     body: Json = {"prompt": "x", "max_tokens": 4, "min_tokens": 2, "response_format": {"type": "json_object"}}
     status, error = await door.refusal(COMPLETIONS, body)
     assert (status, error["param"]) == (400, "min_tokens")

@@ -109,7 +109,7 @@ async def test_a_target_at_a_dead_ones_address_is_used(fakes: Fleet, knows_the_d
     assert status.problem == ""
 
 
-async def test_a_superseded_orchestrator_does_not_retry(fakes: Fleet) -> None:
+async def test_a_superseded_stream_ends_with_an_error_and_frees_nothing(fakes: Fleet) -> None:
     """Two orchestrators on one session: the newer epoch has it; the older stream gets an error and frees nothing."""
     target, _ = await fakes.target("t1")
     (requests, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
