@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from bough.errors import InvalidRequest
 
 PIECE_BYTES = 1024 * 1024
@@ -103,7 +105,7 @@ class Assembler:
     def __init__(self) -> None:
         self._frame = 1  # number of the present frame
         self._filled = 0  # bytes of it that have come
-        self._header, self._body = bytearray(), bytearray()  # with the announced sizes
+        self._header, self._body = bytearray(), memoryview(b"")  # with the announced sizes
 
     def add(self, piece: Piece) -> Frame | None:
         """The frame that this piece completes, if it does. Raises InvalidRequest naming the field."""
@@ -113,7 +115,8 @@ class Assembler:
             raise InvalidRequest("piece.offset", f"must be {self._filled}", piece.offset)
         if not self._filled:
             require_sizes(piece.header_bytes, piece.body_bytes)
-            self._header, self._body = bytearray(piece.header_bytes), bytearray(piece.body_bytes)
+            self._header = bytearray(piece.header_bytes)
+            self._body = memoryview(np.empty(piece.body_bytes, np.uint8))  # type: ignore[arg-type]  # it is a buffer
         for name, now, first in (
             ("header_bytes", piece.header_bytes, len(self._header)),
             ("body_bytes", piece.body_bytes, len(self._body)),
@@ -123,9 +126,8 @@ class Assembler:
         self._fill(piece)
         if self._filled < piece.header_bytes + piece.body_bytes:
             return None
-        frame = Frame(bytes(self._header), memoryview(self._body))
-        self._frame, self._filled = self._frame + 1, 0
-        self._header, self._body = bytearray(), bytearray()
+        frame = Frame(bytes(self._header), self._body)
+        self._frame, self._filled, self._body = self._frame + 1, 0, memoryview(b"")
         return frame
 
     def _fill(self, piece: Piece) -> None:

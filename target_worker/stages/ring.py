@@ -311,9 +311,12 @@ class Ring:
     # The link from the predecessor.
 
     async def _message(self, messages: AsyncGenerator[Any, None]) -> Any:
-        """The next message; None at the stream's end. Raises TimeoutError."""
-        async with asyncio.timeout(self._silence):
-            return await anext(messages, None)
+        """The next message; None at the stream's end. Raises TimeoutError, or Unavailable."""
+        try:
+            async with asyncio.timeout(self._silence):
+                return await anext(messages, None)
+        except grpc.aio.BaseError as exc:  # of gRPC itself: the peer has gone, or this server stops
+            raise Unavailable(f"the stream has ended: {exc}") from exc
 
     async def _read(self, links: _Links, messages: AsyncGenerator[Any, None]) -> None:
         """Take frames in until the predecessor closes the stream; ignores what comes when the epoch is over."""

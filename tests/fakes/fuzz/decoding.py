@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from bough.errors import BoughError
-from bough.pb import draft_pb2, generation_pb2, target_pb2
+from bough.pb import draft_pb2, generation_pb2, stage_pb2, target_pb2
 from bough.protocol import codec, codec_generation
 from bough.protocol.codec_fields import like
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt
@@ -33,6 +33,8 @@ from orchestrator.http_api.responses.answer import repeated
 from orchestrator.http_api.responses.fields import ResponseFields
 from orchestrator.opening.prompt import next_prompt, whole_prompt
 from orchestrator.service import require_lengths
+from target_worker.stages import codec as stages_codec
+from target_worker.stages.frames import Assembler, Hello, Piece
 from tests.fakes.fuzz import ordinary
 from tests.fakes.fuzz.mutation import Json, Mutator
 from tests.fakes.fuzz.outcomes import Outcomes
@@ -61,6 +63,8 @@ def all_layers() -> list[Layer]:
         Layer("grow", _messages(ordinary.GROW, ordinary.GROW_CHAINS, ordinary.GROW_SHAPE), grow),
         Layer("grown", _messages(ordinary.GROWN), grown),
         Layer("verified", _messages(ordinary.VERIFIED), verified),
+        Layer("join", _messages(ordinary.JOIN), join),
+        Layer("passed", _messages(ordinary.HELLO, ordinary.PIECE, ordinary.RING_END), passed),
     ]
     http = [
         Layer("chat", _bodies("/v1/chat/completions"), lambda data: chat_body(data, tokenizer)),
@@ -158,6 +162,19 @@ def grown(data: bytes) -> object:
 def verified(data: bytes) -> object:
     """Decode a target's reply."""
     return codec.verify_result_from_wire(decoded(data, target_pb2.VerifyReply.FromString))
+
+
+def join(data: bytes) -> object:
+    """Decode a stage's call at its head."""
+    return stages_codec.join_from_wire(decoded(data, stage_pb2.JoinRequest.FromString))
+
+
+def passed(data: bytes) -> object:
+    """Decode a predecessor's message in a ring."""
+    message = stages_codec.passed_from_wire(decoded(data, stage_pb2.PassRequest.FromString))
+    if isinstance(message, Hello):
+        message.validate()
+    return Assembler().add(message) if isinstance(message, Piece) else message
 
 
 def chat_body(data: bytes, tokenizer: Tokenizer) -> object:

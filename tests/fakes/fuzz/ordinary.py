@@ -14,6 +14,9 @@ from bough.protocol.messages import Context, GrowCall, GrowResult, Timings, Verd
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, StaticShape, TreePlan
+from target_worker.stages import codec as stages_codec
+from target_worker.stages.frames import Hello, Piece, RingEnd
+from target_worker.stages.roster import JoinCall, StageFacts, StageFigures, StageRoom
 
 Json = dict[str, Any]
 
@@ -27,6 +30,18 @@ GROW_CHAINS = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan
 GROW_SHAPE = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(StaticShape((0, 0, 1)))))
 GROWN = codec.grow_result_to_wire(GrowResult(TREE, 3, Timings()))
 VERIFIED = codec.verify_result_to_wire(VerifyResult(Verdict((1,), 5, ()), 3, Timings()))
+JOIN = stages_codec.join_to_wire(
+    JoinCall(
+        "stage",
+        "127.0.0.1:7413",
+        StageFacts("0.1", "code", "checkpoint", "tokenizer", "float32", "cpu"),
+        StageRoom(2**30, 1e9, 0.01),
+        StageFigures(4, 8, 2**20, 0.1, 0.2, 0.3, 9, "resident"),
+    )
+)
+HELLO = stages_codec.passed_to_wire(Hello(3, ("127.0.0.1:7412", "127.0.0.1:7413"), 1, b"payload"))
+PIECE = stages_codec.passed_to_wire(Piece(1, 0, 6, 8, b"header", b"body"))
+RING_END = stages_codec.passed_to_wire(RingEnd("stage 1 at 127.0.0.1:7413 ends"))
 GENERATE = generation_pb2.GenerateRequest(
     token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]),
     session_id="session",

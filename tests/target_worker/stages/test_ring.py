@@ -14,16 +14,18 @@ import grpc
 import pytest
 
 from bough.concurrency.tasks import background
-from bough.errors import InvalidRequest, RingLost, StaleEpoch, Unavailable
+from bough.errors import InvalidRequest, NoAnswer, RingLost, StaleEpoch, Unavailable
 from bough.rpc.server import open_channel, serving
 from bough.rpc.services import STAGES, add_service, stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import OPEN, Access
 from bough.security.keys import WorkerKey
+from bough.security.tls import Tls
 from loadtest.chaos.proxy import LinkProxy
 from target_worker.stages import codec
 from target_worker.stages.frames import MAX_BODY_BYTES, PIECE_BYTES, Frame, Heartbeat, Hello, Piece, RingEnd
 from target_worker.stages.ring import SILENCE_SECONDS, WINDOW_BYTES, Ring
+from tests.fakes.certificates import Authority
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -54,6 +56,7 @@ class Member:
             add,
             grace_seconds=0.0,
             auth_interceptors=self.access.auth_interceptors,
+            credentials=self.access.worker_credentials,
             window_bytes=WINDOW_BYTES,
         )
         served = await self._stack.enter_async_context(server)
@@ -249,6 +252,15 @@ async def test_a_member_with_another_key_is_refused(tmp_path: Path) -> None:
     assert stage.ring.epoch == 0
     for member in circle.members:
         await member.stop()
+
+
+async def test_links_are_encrypted_and_know_each_others_authority(tmp_path: Path) -> None:
+    access = Access(tls=Tls(Authority().files(tmp_path), is_server=True))
+    async with ring_of(2, access) as circle:
+        await circle.is_up()
+        await circle.send(b"h", body=bytes(3 * MIB))
+        assert (await circle.receive()).body == bytes(3 * MIB)
+        assert isinstance(await outcome(circle.members[1].address, hello(99)), NoAnswer)
 
 
 def hello(epoch: int = 1, members: Sequence[str] = ("127.0.0.1:1", "127.0.0.1:2"), number: int = 1) -> Hello:
