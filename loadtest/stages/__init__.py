@@ -1,1 +1,0 @@
-"""Tries what could carry hidden states between the stages of a target."""
