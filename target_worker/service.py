@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import grpc
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from bough.config.processes import TargetConfig
 from bough.errors import Unavailable
-from bough.pb import target_pb2
+from bough.pb import stage_pb2, target_pb2
 from bough.processes.process import stage
 from bough.processes.worker_process import ServedWorker, WorkerService
 from bough.protocol import codec
@@ -24,6 +23,7 @@ from bough.protocol.generation import WorkerInfo
 from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.registry.records import WorkerLoad
+from bough.rpc.services import STAGES, ServicerContext
 from bough.telemetry.call_context import serving_call
 from bough.telemetry.logs import log_session
 from bough.telemetry.metrics import MetricsServer, counter, gauge
@@ -31,6 +31,10 @@ from target_worker.kv.slot_index import SlotState
 from target_worker.kv.slot_pool import PoolFigures
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.job import Swept
+
+if TYPE_CHECKING:
+    from target_worker.stages.head import StagesHead
+    from target_worker.stages.service import StagesService
 
 logger = logging.getLogger(__name__)
 NANO = 1e-9
@@ -198,9 +202,7 @@ class ServedTarget(ServedWorker[TargetConfig]):
 class TargetService(WorkerService[ServedTarget]):
     """Implements bough.v1.Target."""
 
-    async def Verify(
-        self, request: target_pb2.VerifyRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> target_pb2.VerifyReply:
+    async def Verify(self, request: target_pb2.VerifyRequest, context: ServicerContext) -> target_pb2.VerifyReply:
         async with self.crossed():
             with serving_call(self.tracer, "bough.v1.Target/Verify") as span:
                 call = codec.verify_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
@@ -215,3 +217,29 @@ class TargetService(WorkerService[ServedTarget]):
                 if call.is_given:  # scores of hundreds of tokens, each perhaps with dozens of alternatives
                     return await asyncio.to_thread(codec.verify_result_to_wire, result)
                 return codec.verify_result_to_wire(result)
+
+
+class HeadService(TargetService):
+    """Implements bough.v1.Target, and bough.v1.Stages on the same port."""
+
+    def __init__(self, stages: StagesHead) -> None:
+        super().__init__()
+        self._stages = stages
+        self.further = [(STAGES, self)]
+
+    def listens_at(self, address: str) -> None:
+        self._stages.address = address
+
+    async def Join(self, request: stage_pb2.JoinRequest, context: ServicerContext) -> stage_pb2.JoinReply:
+        """Let a stage join, or keep its place."""
+        return await self._service.Join(request, context)
+
+    async def Pass(self, messages: AsyncGenerator[stage_pb2.PassRequest, None], context: ServicerContext) -> None:
+        """Serve the last stage."""
+        await self._service.Pass(messages, context)
+
+    @property
+    def _service(self) -> StagesService:
+        if self._stages.service is None:
+            raise Unavailable("the head is still reading its checkpoint")
+        return self._stages.service

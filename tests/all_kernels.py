@@ -15,8 +15,8 @@ from bough.model.running.runner import ResidentModel
 from draft_worker.model.model_draft import warm_up_choosing
 from draft_worker.model.sources import load_draft
 from loadtest.common.tiny_model import TINY, save_model
+from target_worker.sweep.held_layers import compile_target
 from target_worker.sweep.kernels import LAYERS
-from target_worker.worker import compile_target
 from tests.fakes.models import CPU
 
 

@@ -176,8 +176,8 @@ def test_wire_messages_are_only_used_at_the_wire() -> None:
     for path in python_files("bough", *SERVICES):
         uses_messages = any(name.startswith("bough.pb") for name in imports(path))
         at_the_wire = path.name in {
-            "codec.py", "codec_fields.py", "codec_generation.py", "client.py", "service.py", "worker_clients.py",
-            "compatibility.py", "worker_process.py", "services.py",
+            "codec.py", "codec_fields.py", "codec_generation.py", "pass_codec.py", "client.py", "service.py",
+            "worker_clients.py", "compatibility.py", "worker_process.py", "services.py",
         } or path.parent.name == "pb"  # fmt: skip
         assert at_the_wire or not uses_messages, path
 
@@ -195,7 +195,7 @@ def test_every_command_line_only_accepts_whole_flags() -> None:
 
 
 def test_test_folders_match_the_codes() -> None:
-    """The other folders are kinds of tests: of several processes, of other clients, of a simulated GPU."""
+    """Beside them are kinds of tests: of several processes, of others' clients, of a GPU that is pretended."""
     tests = ROOT / "tests"
     for folder in {path.parent.relative_to(tests) for path in python_files("tests")} - {Path()}:
         if folder.parts[0] not in {"fakes", "data", "pipeline", "clients", "gpu"}:

@@ -12,7 +12,7 @@ from random import SystemRandom
 from typing import Any
 from urllib.parse import urlsplit
 
-from bough.config.processes import ADVERTISE_AUTO, OrchestratorConfig, ServiceConfig
+from bough.config.processes import ADVERTISE_AUTO, OrchestratorConfig, ServiceConfig, TargetConfig
 from bough.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -114,23 +114,31 @@ def advertised_host(config: ServiceConfig, source: SourceTowards = source_toward
         if is_wildcard(chosen):
             raise ConfigError(f"--advertise: must be auto or an address that others can connect to, got {chosen}")
         return bare(chosen)
-    index_host, port = _index_place(config.index_url)
+    peer, (peer_host, port) = _peer_place(config)
     if not is_wildcard(host):
-        if _has(host, "is_loopback") and not _is_local(index_host, port):
-            logger.warning("listening on %s, which only this machine can reach; the index is at %s", host, index_host)
+        if _has(host, "is_loopback") and not _is_local(peer_host, port):
+            logger.warning("listening on %s, which only this machine can reach; %s is at %s", host, peer, peer_host)
         return bare(host)
     family = socket.AF_INET if _has(host, "version", 4) else socket.AF_UNSPEC
-    found = _sources(index_host, port, family, source)
+    found = _sources(peer_host, port, family, source)
     for address in found:
         if not (_has(address, "is_loopback") or _has(address, "is_link_local")):
             return address
-    if found and _is_local(index_host, port):
+    if found and _is_local(peer_host, port):
         return found[0]
     what = f"only {', '.join(found)}" if found else "no address"
     raise ConfigError(
         "--advertise: must be a host or address at which other machines reach this process, got auto, and towards the "
-        f"index at {index_host} this machine has {what}"
+        f"{peer.removeprefix('the ')} at {peer_host} this machine has {what}"
     )
+
+
+def _peer_place(config: ServiceConfig) -> tuple[str, tuple[str, int]]:
+    """What every other process reaches too, and where it is: the index, or the head of a stage."""
+    if isinstance(config, TargetConfig) and config.stage_of:
+        parts = urlsplit(f"//{config.stage_of}")
+        return "the head", (parts.hostname or "localhost", parts.port or 0)
+    return "the index", _index_place(config.index_url)
 
 
 def _index_place(url: str) -> tuple[str, int]:

@@ -91,6 +91,18 @@ def parse_endpoint(text: str) -> str:
     return text
 
 
+def parse_address_or_none(text: str) -> str:
+    """HOST:PORT of a gRPC server; empty text is none."""
+    try:
+        url = urlsplit(f"//{text}")
+        is_address = bool(url.hostname and url.port) and url.netloc == text and "@" not in text
+    except ValueError:
+        is_address = False
+    if text and not is_address:
+        raise ValueError("must be HOST:PORT")
+    return text
+
+
 def number(kind: type[int] | type[float], low: float = -inf, high: float = inf) -> Callable[[str], Any]:
     """A parser of numbers from `low` to `high`."""
     limits = f", {low} to {high}" if high < inf else f", {low} or more" if low > -inf else ""

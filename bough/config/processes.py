@@ -15,6 +15,7 @@ from bough.config.parsers import (
     MAX_PORT,
     number,
     one_of,
+    parse_address_or_none,
     parse_amount,
     parse_bytes,
     parse_count,
@@ -184,6 +185,12 @@ class TargetConfig(WorkerConfig):
     max_sweep_tokens: int = setting(1024, "maximum tokens of one sweep over all sessions", parse_count)
     gather: float = setting(1.0, "how long a sweep may wait for sessions that draft, in sweep durations", parse_amount)
     lease_seconds: float = setting(60.0, "idle seconds after which another session may take a slot", parse_seconds)
+    stages: int = setting(
+        1, "machines that hold the layers together: this one, and others started with --stage-of", parse_count
+    )
+    stage_of: str = setting(
+        "", "HOST:PORT of a target with --stages, for which this process holds layers", parse_address_or_none
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

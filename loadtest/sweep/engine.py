@@ -71,7 +71,7 @@ class Engine:
 
     def raw(self) -> dict[str, float]:
         """Read the bytes of a sweep without computing: the second of two rounds, as in service."""
-        layers = [self._worker.layers[index] for index in self._worker._placement.streamed]
+        layers = [self._worker.held.layers[index] for index in self._worker.held.placement.streamed]
         if self._raw_memory is None:
             self._raw_memory = large_pages(NUM_RAW_SLABS * max(layer.num_bytes for layer in layers))
             np.frombuffer(self._raw_memory, np.uint8)[:] = 0  # touched first: page faults would count as reading

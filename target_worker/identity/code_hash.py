@@ -37,6 +37,7 @@ OTHERS = modules(
     ("bough.sizing", "row_counts"),
     ("bough.trees", "tree tree_plan"),
     ("target_worker.experts", "expert_store"),
+    ("target_worker.stages", "passes slots stage"),
     ("target_worker.sweep", "streamed_model"),
 )
 

@@ -180,9 +180,17 @@ class SlotPool:
         """Whether sessions may share prefixes of any length; sessions with states cannot."""
         return not self._index.arena.most_slots
 
-    def drop_partial(self, session: SessionSlot) -> None:
+    def mend(self, session: SessionSlot) -> None:
         """Drop partial results of a sweep that failed midway."""
         self._index.roll_back(session, session.slot.length)
+
+    def forget_all(self) -> None:
+        """Give back all slots, after all calls have ended: keys and values outside this process were lost."""
+        for session in [*self._index.slots]:
+            if session.state is SlotState.HELD:
+                self._index.let_go(session)
+            if session.state is SlotState.IDLE:  # otherwise `let_go` has evicted it
+                self._index.give_back(session)
 
     def copy_prefix(self, session: SessionSlot, text: Text) -> None:
         """Copy whole blocks of the text that another slot has beyond the session's own."""

@@ -13,11 +13,12 @@ from concurrent.futures import Future
 
 from bough.concurrency.futures import Inbox, PendingCalls, settle
 from bough.concurrency.stall_timer import StallTimer
-from bough.errors import AcceleratorFull, BoughError, StaleEpoch, Unavailable
+from bough.errors import AcceleratorFull, BoughError, PrefixMissing, RingLost, StaleEpoch, Unavailable
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
+from bough.protocol.prefix_hash import prefix_hash
 from bough.sizing.sweep_times import SweepTimes
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batch_delay import BatchDelay
@@ -108,11 +109,14 @@ class SweepEngine:
         max_delay: float = 0.0,
         observe: Callable[[int, int, Swept], None] = lambda *_: None,
         progress: Callable[[], int] | None = None,
+        lost_kv: Callable[[], bool] = lambda: False,
     ) -> None:
         """Accept at most `max_waiting` unanswered calls; `max_delay` is as in `BatchDelay`.
 
         `observe` is called after every sweep, on the sweep thread, with its calls, tokens and result. `progress` is a
-        counter that grows while a sweep proceeds, for detecting stalls; without it stalls are not detected.
+        counter that grows while a sweep proceeds, for detecting stalls; without it stalls are not detected. `lost_kv`
+        is called before every sweep: whether keys and values outside this process were lost since its last call. It
+        raises Unavailable while a part of the target is missing.
         """
         self.pool = pool
         self.num_running = 0  # calls with a part in the current sweep
@@ -124,7 +128,7 @@ class SweepEngine:
         times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
         self._sweeps = SharedSweeps(pool, limits, times, sweeper.rows.most, max_delay)
         self._calls, self._delay = self._sweeps.calls, self._sweeps.delay
-        self._stall, self._progress = StallTimer(), progress
+        self._stall, self._progress, self._lost_kv = StallTimer(), progress, lost_kv
         self._inbox = Inbox(SHUT_DOWN)
         self._idle_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
@@ -240,11 +244,22 @@ class SweepEngine:
         """Choose the parts of the next sweep."""
         try:
             self._calls.drop_unwanted()
+            if self._lost_kv():
+                self._forget_all()
             return self._sweeps.choose()
+        except Unavailable as exc:
+            self._calls.drop_all(exc)
+            return []
         except Exception as exc:  # the thread must survive any error
             logger.exception("a sweep could not be prepared")
             self._calls.drop_all(exc)
             return []
+
+    def _forget_all(self) -> None:
+        """Drop all that slots hold; callers send their tokens again."""
+        lost = "context.context_start: must be 0, as a stage has lost what it held; send the session's tokens again"
+        self._calls.drop_all(PrefixMissing(lost, held_hash=prefix_hash(())))
+        self.pool.forget_all()
 
     def _sweep(self, parts: Sequence[Part[VerifyJob]]) -> None:
         began_ns = time.perf_counter_ns()
@@ -261,7 +276,10 @@ class SweepEngine:
                 self._mend(part.job)
             if isinstance(exc, AcceleratorFull) and self._shrink(sum(part.num_tokens for part in parts), exc):
                 return
-            logger.exception("a sweep failed")
+            if isinstance(exc, RingLost):
+                logger.warning("a sweep failed: %s", exc)
+            else:
+                logger.exception("a sweep failed")
             for part in parts:
                 self._calls.drop(part.job.call.context.session_id, exc)
         finally:
@@ -273,7 +291,7 @@ class SweepEngine:
         """Drop partial results of a sweep that failed midway; they are computed again."""
         before = job.session.slot.length
         try:
-            self.pool.drop_partial(job.session)
+            self.pool.mend(job.session)
         except Exception as exc:  # as above; the session's states are marked, and dropped when it calls again
             logger.exception("a session could not be rolled back after a failed sweep")
             self._calls.drop(job.call.context.session_id, exc)

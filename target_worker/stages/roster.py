@@ -14,6 +14,7 @@ from threading import Condition
 from typing import NamedTuple
 
 from bough.errors import InvalidRequest, PairingError, Unavailable
+from bough.sizing.stage_split import StageRoom
 from target_worker.stages.frames import MAX_ADDRESS_LENGTH
 
 LEASE_SECONDS = 5.0  # after a stage's last call, until its place is free for another process
@@ -50,26 +51,13 @@ class StageFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class StageRoom:
-    """What a stage can hold, and how fast it is."""
-
-    memory_bytes: int  # for layers and their keys and values
-    link_bytes_per_second: float  # of weights from disk
-    layer_seconds: float  # to compute one layer
-
-
-@dataclass(frozen=True, slots=True)
 class StageFigures:
     """What a stage does now, for people."""
 
     first_layer: int = 0
     end_layer: int = 0  # the layer after its last one; equal to the first before it has layers
     memory_bytes: int = 0  # that its layers and their keys and values take
-    wait_seconds: float = 0.0  # of the last pass: waiting for weights
-    network_seconds: float = 0.0  # of the last pass: waiting for hidden states
-    compute_seconds: float = 0.0  # of the last pass
-    num_passes: int = 0
-    note: str = ""
+    device: str = ""  # as far as it decides the bits of results
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +69,10 @@ class Assignment:
     end_layer: int  # the layer after its last one
     num_rows: int  # of keys and values in each layer
     num_states: int  # recurrent states in each layer that has them
+    max_context: int  # tokens of a session; this and what follows are the head's limits, which decide memory
+    max_nodes: int  # of a tree
+    max_sweep_tokens: int
+    product_rows: int  # of a matrix product
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +91,9 @@ class JoinCall:
         _require_text("address", self.address, MAX_ADDRESS_LENGTH)
         if not self.address.rpartition(":")[2].isdecimal():
             raise InvalidRequest("address", "must be HOST:PORT", repr(self.address))
-        for name, part in (("facts", self.facts), ("room", self.room), ("figures", self.figures)):
-            for field, value in asdict(part).items():
+        parts = {"facts": asdict(self.facts), "room": self.room._asdict(), "figures": asdict(self.figures)}
+        for name, part in parts.items():
+            for field, value in part.items():
                 if isinstance(value, str):
                     _require_text(f"{name}.{field}", value, MAX_TEXT_LENGTH, least=0)
                 elif not (math.isfinite(value) and value >= 0):

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from bough.model.kv.states import kv_places
 from bough.model.loading.loading import Skeleton, bind_resident, move_buffers
 from bough.model.running.batch_invariance import describe, make_reproducible
 from bough.model.running.device import await_all, working_on
-from bough.model.running.host_embeddings import embeddings_for_host, looked_up, split_slots
+from bough.model.running.host_embeddings import between_layers, embeddings_for_host, looked_up, split_slots
 from bough.model.sampling.sampler import require_numbers
 from bough.model.sizes.model_sizes import chosen_share
 from bough.protocol.cost_curve import CostCurve
@@ -40,7 +40,9 @@ from target_worker.scheduler.job import Swept, VerifyJob
 from target_worker.sweep.tiers import Tiers
 from target_worker.verification.verdict import LogitRows, RowReader, best_tokens, compute_verdict
 
+PassOn = Callable[[Batch, torch.Tensor], torch.Tensor]  # hidden states (1, num_rows, hidden_size) in and out
 LayerAt = tuple[int, int]  # a layer's index, and the address of its slab
+Result = TypeVar("Result")
 CPU = torch.device("cpu")
 NANO = 1e-9
 MOST_ROWS = 4096  # limit of rows in the curve of experts chosen
@@ -54,19 +56,51 @@ TIMES = 3  # repetitions; the shortest counts, as other processes may be computi
 LEAST_SECONDS = 1e-6
 
 
+class StageLayers(NamedTuple):
+    """The layers [first, end) of a model that a process holds, of `total`."""
+
+    first: int
+    end: int
+    total: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.total
+
+
 class StreamedModel:
     """A target whose decoder layers load their parameters one after another.
 
     transformers' own forward runs; only each layer's `forward` is replaced: wait for the slab, bind the parameters, and
     run the layer in chunks of rows. So all code specific to an architecture is transformers'.
     `CompiledLayers` replaces the layer if it supports it.
+
+    A model of several stages has some of its layers at this process. `sweep` of the head sends hidden states on after
+    its own layers, and continues with those that come back; a stage computes with `run_layers`.
     """
 
     def __init__(
-        self, skeleton: Skeleton, tiers: Tiers, rows: int, device: torch.device, kv: KVHome | None = None
+        self,
+        skeleton: Skeleton,
+        tiers: Tiers,
+        rows: int,
+        device: torch.device,
+        kv: KVHome | None = None,
+        stage: StageLayers | None = None,
     ) -> None:
-        """`kv` says where sweeps find keys and values; by default in the slots."""
+        """`kv` says where sweeps find keys and values; by default in the slots.
+
+        `skeleton` has the layers of `stage` only; by default these are all.
+        """
         self.skeleton = skeleton
+        self._stage = stage or StageLayers(0, len(skeleton.layers), len(skeleton.layers))
+        self.other_stages: PassOn | None = None  # set at the head of several
+        self._received: torch.Tensor | None = None  # during a stage's pass: what its first layer reads
+        self._pass_on: PassOn | None = None  # during a pass: what becomes of the last own layer's rows
         self._kv = kv or KVHome()
         self.tiers = tiers
         self.rows = make_reproducible(skeleton, rows, device)
@@ -87,8 +121,10 @@ class StreamedModel:
         self.kv_bytes = 0  # keys and values that the last sweep copied between host and device
         self.best: torch.Tensor | None = None  # `best_tokens` of the last sweep; None on a CPU
         self._num_computed = len(tiers.layers)  # layers that a pass runs, from the first on; others return their input
-        self._host_embeddings = embeddings_for_host(skeleton.model, device.type)
-        for slots, where in zip(split_slots(skeleton, self._host_embeddings), (device, CPU), strict=True):
+        self._host_embeddings = embeddings_for_host(skeleton.model, device.type) if self._stage.is_first else None
+        is_first, host = self._stage.is_first, self._host_embeddings
+        resident = split_slots(skeleton, host) if is_first else (between_layers(skeleton), [])
+        for slots, where in zip(resident, (device, CPU), strict=True):
             with working_on(where):
                 bind_resident(skeleton, slots, where)
         move_buffers(skeleton.model, device)
@@ -119,10 +155,45 @@ class StreamedModel:
             AcceleratorFull: there was too little memory for so many rows.
             AcceleratorLost: the device has failed; the process ends.
         """
+        with self._passing(self.other_stages):
+            return self._measured(lambda: self._logits(batch))
+
+    @torch.inference_mode()
+    def run_layers(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, Timings]:
+        """A stage's layers on hidden states (1, num_rows, hidden_size) of the stage before it.
+
+        Raises what `sweep` does.
+        """
+        results: list[torch.Tensor] = []
+
+        def keep(_: Batch, out: torch.Tensor) -> torch.Tensor:
+            results.append(out)
+            return unused
+
+        with self._passing(keep):
+            unused = torch.zeros(hidden.shape, dtype=self.skeleton.dtype, device=self.device)
+            self._received = hidden.to(self.device)
+            try:
+                decoder = self.skeleton.model.get_decoder()
+                _, timings = self._measured(lambda: self._pass(batch, decoder, {"inputs_embeds": unused}))
+            finally:
+                self._received = None
+        return results[0], timings
+
+    @contextmanager
+    def _passing(self, pass_on: PassOn | None) -> Iterator[None]:
+        self._pass_on = pass_on
+        try:
+            yield
+        finally:
+            self._pass_on = None
+
+    def _measured(self, run: Callable[[], Result]) -> tuple[Result, Timings]:
+        """Run a pass over the layers, and say where its time went."""
         began, before = time.perf_counter_ns(), self._kv.num_bytes
         with named_faults(self.device, self._others):
             try:
-                logits = self._logits(batch)
+                result = run()
             except BaseException:
                 self.tiers.restart()
                 with suppress(StreamError):  # the first error is more informative, but the process ends in either case
@@ -130,7 +201,7 @@ class StreamedModel:
                 raise
             self.tiers.require_unchanged()
         self.kv_bytes = self._kv.num_bytes - before
-        return logits, self._account(time.perf_counter_ns() - began)
+        return result, self._account(time.perf_counter_ns() - began)
 
     @torch.inference_mode()
     def warm_up(self, slot: Slot, most_rows: int) -> SweepTimes:
@@ -188,19 +259,17 @@ class StreamedModel:
         return one_layer
 
     def _logits(self, batch: Batch) -> torch.Tensor:
+        output = self._pass(batch, self.skeleton.model, {"logits_to_keep": batch.logit_rows})
+        logits: torch.Tensor = output.logits[0]
+        self.best = None if self.device.type == "cpu" else best_tokens(logits)
+        return logits
+
+    def _pass(self, batch: Batch, model: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         with working_on(self.device), self._kv.sweep(batch) as batch:
             batch.send(self._others)
             self._moved.clear()
-            output = self.skeleton.model(
-                **self._inputs(batch),
-                position_ids=batch.position_ids,
-                use_cache=False,
-                logits_to_keep=batch.logit_rows,
-                batch=batch,
-            )
-            logits: torch.Tensor = output.logits[0]
-            self.best = None if self.device.type == "cpu" else best_tokens(logits)
-            return logits
+            given = inputs if "inputs_embeds" in inputs else inputs | self._inputs(batch)
+            return model(**given, position_ids=batch.position_ids, use_cache=False, batch=batch)
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Input arguments of transformers' forward: tokens, or embeddings looked up on the host."""
@@ -228,7 +297,10 @@ class StreamedModel:
         def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:
             if index >= self._num_computed:
                 return hidden_states
+            if index == 0 and self._received is not None:
+                hidden_states = self._received
             self.num_layers_begun += 1
+            is_end = index + 1 == self._num_computed
             where = self.tiers.elsewhere.get(index, self.device)
             if self._others:
                 hidden_states, kwargs = hidden_states.to(where, non_blocking=True), self._on(where, kwargs)
@@ -237,15 +309,29 @@ class StreamedModel:
             with arrival as slab, kv, working_on(where):
                 place = self._bind(index, slab)
                 if self._compiled is not None:
-                    is_last, rotary = index + 1 == self._num_computed, kwargs["position_embeddings"]
-                    computed: torch.Tensor = self._compiled.run(index, place, hidden_states, batch, rotary, is_last)
-                    return computed
-                chunks = [partial(chunk_of, hidden_states, kwargs, chunk, batch) for chunk in batch.chunks]
-                parts = routed_together(chunks) if is_mixture else [chunk() for chunk in chunks]
-                out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-            return out.to(self.device, non_blocking=True) if index + 1 == self._num_computed else out
+                    end_dtype, rotary = self._end_dtype if is_end else None, kwargs["position_embeddings"]
+                    out: torch.Tensor = self._compiled.run(index, place, hidden_states, batch, rotary, end_dtype)
+                else:
+                    chunks = [partial(chunk_of, hidden_states, kwargs, chunk, batch) for chunk in batch.chunks]
+                    parts = routed_together(chunks) if is_mixture else [chunk() for chunk in chunks]
+                    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            if not is_end:
+                return out
+            out = out.to(self.device, non_blocking=True)
+            return out if self._pass_on is None else self._pass_on(batch, out)
 
         return run
+
+    @property
+    def given_dtype(self) -> torch.dtype:
+        """Of the hidden states that a stage gets from the one before it."""
+        return torch.float32 if self._compiled is not None else self.skeleton.dtype
+
+    @property
+    def _end_dtype(self) -> torch.dtype:
+        """Of the rows after the last own layer. Compiled layers of further stages continue with unrounded numbers."""
+        is_rounded = self._pass_on is None or self._stage.is_last
+        return self.skeleton.dtype if is_rounded else torch.float32
 
     def _on(self, device: torch.device, kwargs: dict[str, Any]) -> dict[str, Any]:
         """A layer's keyword arguments on the device that computes it. Each tensor is sent at most once in a sweep."""
@@ -325,7 +411,7 @@ def compute_curve(
     """Predict the seconds of computing in a sweep: the head, plus `num_layers` times one layer.
 
     `one_layer` passes a number of tokens, at most `most_tokens`, through one layer with a sweep's own kernels and
-    threads. All layers are assumed to be equal, with weights that are outside caches or quick to read.
+    threads. All layers are assumed to be alike, with weights that are outside caches or quick to read.
     """
     began, seconds = clock(), dict[int, float]()
     least, most = counts.step, max(counts.step, min(counts.most, most_tokens) // counts.step * counts.step)

@@ -20,7 +20,7 @@ from loadtest.common.inline_streams import InlineStreams
 from target_worker.kv.kv_offload import OffloadedKV
 from target_worker.link.layer_extents import LayerExperts, LayerExtents, plan_apart, plan_layer, sizes_of
 from target_worker.link.streams import DeviceStreams
-from target_worker.sweep.streamed_model import StreamedModel
+from target_worker.sweep.streamed_model import StageLayers, StreamedModel
 from target_worker.sweep.tiers import Tiers
 
 CPU = torch.device("cpu")
@@ -40,14 +40,17 @@ def streamed(
     kv_streams: DeviceStreams | None = None,
     elsewhere: Mapping[int, torch.device] | None = None,
     kv_elsewhere: Mapping[int, DeviceStreams] | None = None,
+    stage: StageLayers | None = None,
 ) -> Iterator[StreamedModel]:
     """A model whose layers, except `max_resident` of them, stream through a ring of two slabs.
 
     With `streams`, `device` has memory of its own and `host_layers` layers stay in host memory. With `staged_rows`, KV
     of up to so many rows stays on the host and is copied layer by layer. With `expert_slabs`, experts are read when
-    rows choose them. Layers `elsewhere` stay whole on other devices; `kv_elsewhere` are the streams for their KV.
+    rows choose them. Layers `elsewhere` stay whole on other devices; `kv_elsewhere` are the streams for their KV. The
+    model has the layers of `stage`, by default all.
     """
-    skeleton = build_skeleton(Checkpoint.open(folder), dtype)
+    kept = None if stage is None else tuple(range(stage.first, stage.end))
+    skeleton = build_skeleton(Checkpoint.open(folder), dtype, kept)
     layers: Sequence[LayerExtents] = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
     experts: dict[int, LayerExperts] = {}
     if expert_slabs:
@@ -68,7 +71,7 @@ def streamed(
         kv_streams = kv_streams or InlineStreams()
         on_others = by_kv_place(skeleton.config, kv_elsewhere or {})
         kv = OffloadedKV(skeleton.kv_shape(), staged_rows, kv_streams, on_others) if staged_rows else None
-        yield StreamedModel(skeleton, tiers, rows, device, kv)
+        yield StreamedModel(skeleton, tiers, rows, device, kv, stage)
 
 
 def plan_of(folder: Path) -> dict[int, LayerExperts]:

@@ -128,7 +128,7 @@ class Gate:
             await self._reached.wait()
 
     def open(self) -> None:
-        """Let the call continue."""
+        """Let the call go on."""
         self._opened.set()
 
     async def _hold(self) -> None:

@@ -1,4 +1,4 @@
-"""Layers of a target on a second device: hidden states cross, twice for each run of such layers, without waiting."""
+"""Layers of a target on a second device: hidden states cross, twice for each run of such layers, and nobody waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bough.sizing.placement import (
     place,
     place_with,
 )
-from target_worker.worker import choose_places
+from target_worker.sweep.held_layers import choose_places
 from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.fakes.model.headers import write_headers
@@ -158,7 +158,7 @@ def test_crossings_between_any_two_devices_are_counted(tiers: str, others: tuple
 
 
 def test_more_memory_than_another_card_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("target_worker.worker.free_device_bytes", lambda _: 9 * GB)
+    monkeypatch.setattr("target_worker.sweep.held_layers.free_device_bytes", lambda _: 9 * GB)
     settings = parse(TargetConfig, "t", ["--model", "m", "--device-memory", "8GB"], {})
     wanted = r"^--resident-devices: cuda:1 must be at most the 9.00 GB that are free there, got 10.00 GB$"
     with pytest.raises(ConfigError, match=wanted):

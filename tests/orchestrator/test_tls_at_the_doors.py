@@ -161,7 +161,7 @@ async def test_https_at_the_plain_http_port_ends_at_once(tmp_path: Path) -> None
 async def test_handshakes_are_limited_in_number_and_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "connection_limit", lambda **_: 2)
+    monkeypatch.setattr(server_module, "most_connections", lambda: 2)
     monkeypatch.setattr("bough.security.tls.HANDSHAKE_SECONDS", 2.0)
     async with door_with(tmp_path) as door, door.http(context_of(AUTHORITY)) as http:
         port = httpx.URL(door.orchestrator.requests.http_url).port
@@ -203,7 +203,7 @@ async def test_clients_without_a_certificate_are_refused_if_one_is_required(
 
 
 async def test_a_certificate_can_be_replaced_during_a_stream(door: Door, tmp_path: Path) -> None:
-    """The stream continues; the next connection has the new one, of another authority."""
+    """The stream goes on; the next connection has the new one, of another authority."""
     door.stage.target.sweep_seconds = 0.02
     shown = context_of(AUTHORITY)
     async with door.client(knowing(tmp_path)) as client, door.http(shown) as http:
@@ -249,7 +249,7 @@ async def test_workers_are_only_called_over_tls_if_there_is_an_authority(
 
 
 async def test_metrics_are_served_over_tls_and_found_there(tmp_path: Path) -> None:
-    """A silent one delays nobody; plain text ends at once; the certificate is the present one."""
+    """One that says nothing keeps nobody waiting; plain text ends at once; the certificate is that of the moment."""
     async with door_with(tmp_path, "--metrics-port", "0") as door, door.http(context_of(AUTHORITY)) as http:
         record = WorkerRecord("orchestrator", "o", door.address, metrics=door.orchestrator.metrics_address)
         async with registered(door.stage.registry, lambda: record):

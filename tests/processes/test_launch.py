@@ -1,4 +1,4 @@
-"""Starting and ending the processes of one machine, with the event loop in any thread."""
+"""Starting and ending the processes of one machine, from whatever thread an event loop runs in."""
 
 from __future__ import annotations
 

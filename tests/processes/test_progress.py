@@ -1,4 +1,4 @@
-"""Progress is shown while a start is waited for, also without a terminal."""
+"""What is waited for is said while it is waited for, also where nobody sees a line change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from bough.processes.launch import PendingProcesses
 from bough.processes.progress import ERASE_LINE, Progress, activation
-from bough.runtime.log_lines import report
+from bough.runtime.log_lines import tell
 
 
 class Terminal(io.StringIO):
@@ -45,14 +45,14 @@ def test_on_a_terminal_one_line_changes_every_second_and_disappears_at_the_end()
 
 
 def test_a_workers_progress_is_one_line_without_control_characters() -> None:
-    """Its tokenizer, of which a token is quoted, may be anyone's."""
+    """Its tokenizer, of which a token is quoted, may be anybody's."""
     stream = io.StringIO()
     Progress(stream)(PendingProcesses(("target (token \x1b[2J\n)",), 6.0))
     assert stream.getvalue() == "waiting 6 s for target (token \\x1b[2J\\n)\n"
 
 
 def test_a_table_is_logged_in_lines_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    report("memory:\n  target\x1b[2J 1 GB")
+    tell("memory:\n  target\x1b[2J 1 GB")
     assert capsys.readouterr().err == "memory:\n  target\\x1b[2J 1 GB\n"
 
 

@@ -1,4 +1,4 @@
-"""Servers with TLS: handshakes and connections share one limit, and a caller that holds all places blocks no other."""
+"""Servers with TLS: handshakes and connections have one limit, and whoever holds all places keeps nobody out."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from bough.config.addresses import free_port
 from bough.security.certificates import CertificateFiles
 from bough.security.tls import CurrentContext, Tls, server_context
 from deploy.index import TlsFront, most_connections
+from orchestrator.http_api import server
 from orchestrator.http_api.server import http_serving
 from tests.fakes.certificates import Authority
 from tests.fakes.waiting import until
@@ -41,7 +42,7 @@ def client_tls(folder: Path) -> ssl.SSLContext:
 
 @asynccontextmanager
 async def connected(port: int, num: int, context: ssl.SSLContext | None = None) -> AsyncIterator[list[Streams]]:
-    """This many connections; those without a context are silent."""
+    """So many connections; those without a context say nothing."""
     streams = [await asyncio.open_connection("127.0.0.1", port, ssl=context) for _ in range(num)]
     try:
         yield streams
@@ -51,7 +52,7 @@ async def connected(port: int, num: int, context: ssl.SSLContext | None = None) 
 
 
 async def until_closed(streams: list[Streams], num: int) -> None:
-    """Wait until the server has closed exactly this many of the connections."""
+    """Wait until the server has closed so many of the connections, and no more."""
 
     async def closed(reader: asyncio.StreamReader) -> None:
         with suppress(ConnectionError):
@@ -68,10 +69,12 @@ async def until_closed(streams: list[Streams], num: int) -> None:
         await asyncio.gather(*reading, return_exceptions=True)
 
 
-async def test_handshakes_and_connections_of_the_http_port_are_counted_together(tmp_path: Path) -> None:
+async def test_handshakes_and_connections_of_the_http_port_are_counted_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each had half of the descriptors, together all: the process had none left for its workers."""
-    app, tls = PlainTextResponse("ok"), server_tls(tmp_path)
-    async with http_serving("127.0.0.1", 0, app, tls, limit=lambda: MOST) as port:
+    monkeypatch.setattr(server, "most_connections", lambda: MOST)
+    async with http_serving("127.0.0.1", 0, PlainTextResponse("ok"), server_tls(tmp_path)) as port:
         context = client_tls(tmp_path)
         async with connected(port, 3, context) as whole, connected(port, 20) as silent, asyncio.timeout(SECONDS):
             await until_closed([*whole, *silent], 23 - MOST)

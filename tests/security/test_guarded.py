@@ -1,4 +1,4 @@
-"""Nothing listens beyond its machine without access control, unless configured."""
+"""Nothing listens beyond its machine that lets everybody in, unless it is told to."""
 
 from __future__ import annotations
 

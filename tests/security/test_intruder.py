@@ -1,4 +1,4 @@
-"""The intruder gets in nowhere, and it would get in without access control."""
+"""The intruder gets in nowhere; and it is one that would, where a door stands open."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ async def test_a_target_only_answers_its_own_orchestrator(tmp_path: Path) -> Non
 
 
 async def refuses_strangers(address: str) -> None:
-    """But reports its health."""
+    """But tells its health."""
     async with open_channel(address) as channel:
         stub = stub_of(TARGET, channel)
         for shown in ((), (("authorization", f"Bearer {OTHER}"),)):

@@ -1,4 +1,4 @@
-"""The bytes of single tokens, for any kind of tokenizer."""
+"""What single tokens stand for, whatever the tokenizer's build."""
 
 from __future__ import annotations
 

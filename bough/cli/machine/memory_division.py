@@ -108,9 +108,10 @@ def divide(
         remark = f"of which {gigabytes(kv)} for KV and {gigabytes(needs.weights)} for weights"
         shares.append(Share("draft worker", WORKER_BYTES + needs.weights + needs.step + kv, draft.threads, remark))
         draft = replace(draft, kv_memory=kv)
-    others = sum(share.num_bytes for share in shares) + WORKER_BYTES
+    num_stages = target.stages
+    others = sum(share.num_bytes for share in shares) + num_stages * WORKER_BYTES
     spare = max(SPARE_BYTES, int(free * SPARE_SHARE))
-    budget = target.device_memory or free - spare - others
+    budget = target.device_memory or (free - spare - others) // num_stages
     if budget < LEAST_TARGET_BYTES:
         raise ConfigError(
             f"--device-memory: must be at least {gigabytes(LEAST_TARGET_BYTES)}, got {gigabytes(max(0, budget))}: of "
@@ -120,6 +121,7 @@ def divide(
     require_kv(target, budget)
     remark = f"of which {gigabytes(budget)} for weights, KV and activations"
     shares.append(Share("target worker", WORKER_BYTES + budget, target.threads, remark))
+    shares += [replace(shares[-1], name=f"stage {number}") for number in range(1, num_stages)]
     return Division(free, tuple(shares), replace(target, device_memory=budget), draft)
 
 

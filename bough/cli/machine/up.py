@@ -31,7 +31,7 @@ from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Settings, launched, supervised
 from bough.processes.progress import QUESTION, Progress, activation, bough_command, curl_command
 from bough.registry.connection import without_passwords
-from bough.runtime.log_lines import report, say
+from bough.runtime.log_lines import say, tell
 from bough.runtime.machine import free_memory, may_be_gpu
 from bough.security.access import Access
 from bough.security.keys import read_keys
@@ -47,7 +47,7 @@ NO_DRAFT = "none"
 DRAINING = "draining: running requests have {:g} s to finish; Ctrl-C again ends them at once"
 DRAFT_FLAGS = {name: f"--draft-{name[2:]}" for name in ("--device", "--dtype", "--bits")}  # by the draft worker's names
 MODEL_FLAGS = (
-    "target", "drop_layers", "dtype", "device_memory", "kv_memory", "host_memory", "draft_bits",
+    "target", "drop_layers", "dtype", "device_memory", "kv_memory", "host_memory", "stages", "draft_bits",
     "draft_device", "draft_dtype",
 )  # fmt: skip
 
@@ -69,11 +69,11 @@ async def up(arguments: argparse.Namespace) -> int:
         if str(demonstration_folder()) in models_of(settings):
             await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
         announce_first_start()
-    settings = divided(settings, report)
+    settings = divided(settings, tell)
     if placement_flags(settings.target.model, os.environ):
-        report(STREAMED)
+        tell(STREAMED)
     progress = Progress()
-    async with launched(settings, progress, draft_may_follow=True) as cluster, supervised(cluster, report):
+    async with launched(settings, progress, draft_may_follow=True) as cluster, supervised(cluster, tell):
         progress.clear()
         lines = await target_lines(cluster.client(), settings.target.model)
         index = without_passwords(cluster.index_url)
@@ -92,7 +92,7 @@ async def up(arguments: argparse.Namespace) -> int:
         assert cluster.stop is not None, "launched processes are ended by signals"
         await cluster.stop.wait()
         with suppress(OSError):  # of a terminal that is closed
-            report(DRAINING.format(orchestrator.drain_seconds))
+            tell(DRAINING.format(orchestrator.drain_seconds))
     return 0
 
 
@@ -226,7 +226,7 @@ def _workers(arguments: argparse.Namespace) -> tuple[TargetConfig, DraftConfig |
             drops = SUBSTITUTE_DROPS
     target = target or str(demonstration_folder())
     target_flags = ["--model", target, *_flag_if_set("--dtype", arguments.dtype)]
-    for name in ("max_context", "device_memory", "kv_memory", "host_memory"):
+    for name in ("max_context", "device_memory", "kv_memory", "host_memory", "stages"):
         target_flags += _flag_if_set(f"--{name.replace('_', '-')}", getattr(arguments, name))
     target_flags += placement_flags(target, os.environ)
     target_config = parse(TargetConfig, "target_worker", target_flags, os.environ)

@@ -112,11 +112,14 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
     return part
 
 
-def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def build_empty(config: PretrainedConfig, dtype: torch.dtype, kept: tuple[int, ...] | None = None) -> PreTrainedModel:
     """Build the architecture on the meta device: parameters have shapes but no memory.
 
+    Only the layers `kept` stay, by default all, and `config` is cut to these. They are built as parts of the whole
+    model, as some depend on the number of layers.
+
     Raises:
-        CheckpointError: the architecture cannot run, with the reason.
+        CheckpointError: the architecture cannot run, with the reason, or has no such layers.
     """
     try:
         with init_empty_weights(include_buffers=False), initialization.no_init_weights():
@@ -126,11 +129,24 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
         reason = f"transformers does not build it as a language model with bough's attention: {exc!r}"
     if reason:
         raise CheckpointError(f"config.json: model_type {config.model_type!r} cannot be run: {reason}")
+    if kept is not None:
+        _keep_layers(model, kept)
     keep_compressed(model)
     run_trees(model)
     model.eval().requires_grad_(False)
     model.tie_weights()
     return model  # type: ignore[no-any-return]
+
+
+def _keep_layers(model: PreTrainedModel, kept: tuple[int, ...]) -> None:
+    """Remove all other layers from a model and its configuration, and number the rest from 0."""
+    cut_layers(model.config, kept)
+    decoder: Any = model.get_decoder()
+    decoder.layers = nn.ModuleList(decoder.layers[index] for index in kept)
+    for index, layer in enumerate(decoder.layers):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = index
 
 
 def _why_not(model: PreTrainedModel) -> str:

@@ -165,11 +165,12 @@ class KVArena(Arena):
         memory: KVMemory,
         rows_to_keep: Callable[[Slot], int] = committed_rows,
         most_slots: int = 0,
+        kind: Callable[[KVShape, int, torch.device], KVSlot] = KVSlot,
     ) -> None:
         """`rows_to_keep` returns how many rows of a slot a move must keep; `most_slots` is as in `Arena`."""
 
         def new_slot() -> KVSlot:
-            slot = KVSlot(shape, 0, memory.keys.device)
+            slot = kind(shape, 0, memory.keys.device)
             slot.place(memory, 0, 0)
             return slot
 

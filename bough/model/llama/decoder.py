@@ -274,6 +274,11 @@ def _lay_out(rows: NDArray[np.float32], hidden: NDArray[np.float32]) -> None:
     hidden[:] = whole.reshape(len(hidden), LANES, -1).transpose(0, 2, 1)
 
 
+def _take_out(hidden: NDArray[np.float32], rows: NDArray[np.float32]) -> None:
+    """The reverse of `_lay_out`."""
+    rows[:] = hidden.transpose(0, 2, 1).reshape(-1, hidden.shape[1])[: len(rows)]
+
+
 def _release(slots: Sequence[ParameterSlot]) -> None:
     for slot in slots:
         slot.module._parameters[slot.key] = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
@@ -311,12 +316,13 @@ class CompiledLayers:
         hidden: torch.Tensor,
         batch: Batch,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        is_last: bool,
+        end_dtype: torch.dtype | None,
     ) -> torch.Tensor:
         """Run a layer with bound parameters on rows of shape (1, num_rows, hidden).
 
-        The first layer reads `hidden` and the `rotary` tables (1, num_rows, head_dim); the last one returns the result,
-        others return `hidden` unchanged. `place` is the key by which pointers to the parameters are cached, or None.
+        The first layer reads `hidden`, in bfloat16 or float32, and the `rotary` tables (1, num_rows, head_dim). The
+        last one has an `end_dtype`, in which it returns the result: float32 is exact, for further layers elsewhere.
+        Others return `hidden` unchanged. `place` is the key by which pointers to the parameters are cached, or None.
         """
         if index == 0:
             self._begin(hidden, batch, rotary)
@@ -329,22 +335,24 @@ class CompiledLayers:
             if self._share is None:
                 self._share = pointer(share_layer, taken, 0, num_threads, number, weights, rows)
             run_layer(self._share, taken, num_threads, number, weights, *rows)
-        return self._end(hidden, batch) if is_last else hidden
+        return hidden if end_dtype is None else self._end(hidden.shape, batch, end_dtype)
 
     def _begin(self, hidden: torch.Tensor, batch: Batch, rotary: tuple[torch.Tensor, torch.Tensor]) -> None:
         cos, sin = (table[0].float().numpy() for table in rotary)
-        rows, self._states = numbers(hidden[0]), []
+        is_exact = hidden.dtype == torch.float32
+        rows, self._states = hidden[0].numpy() if is_exact else numbers(hidden[0]), []
         for chunk in batch.chunks:
             own = slice(chunk.begin, chunk.end)
             blocks = np.empty((num_blocks(chunk.end - chunk.begin), rows.shape[1], LANES), np.float32)
-            spread(rows[own], blocks)
+            (_lay_out if is_exact else spread)(rows[own], blocks)
             self._states.append(_ChunkState(blocks, cos[own], sin[own]))
 
-    def _end(self, like: torch.Tensor, batch: Batch) -> torch.Tensor:
-        out = torch.empty_like(like)
-        rows = numbers(out[0])
+    def _end(self, shape: torch.Size, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(shape, dtype=dtype)
+        is_exact = dtype == torch.float32
+        rows = out[0].numpy() if is_exact else numbers(out[0])
         for chunk, state in zip(batch.chunks, self._states, strict=True):
-            collect(state.hidden, rows[chunk.begin : chunk.end])
+            (_take_out if is_exact else collect)(state.hidden, rows[chunk.begin : chunk.end])
         self._states = []
         return out
 

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 
 from bough.errors import CheckpointError
 from bough.model.architecture import moe
-from bough.model.architecture.architecture import build_empty, cut_layers, describe, load_config, max_positions
+from bough.model.architecture.architecture import build_empty, describe, load_config, max_positions
 from bough.model.architecture.moe import AnySource, ExpertSources
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.container import TensorPlace
@@ -206,8 +206,7 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tupl
     if quantization is not None and quantization.note:
         logger.warning("%s: %s", checkpoint.path, quantization.note)
     kept = keep_layers if keep_layers is not None else tuple(range(config.num_hidden_layers))
-    cut_layers(config, kept)
-    model = build_empty(config, dtype)
+    model = build_empty(config, dtype, keep_layers)
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = moe.NAME
     layers = tuple(model.get_decoder().layers)

@@ -25,6 +25,12 @@ def split_slots(skeleton: Skeleton, host: nn.Module | None) -> tuple[list[Parame
     return [slot for slot in slots if slot.module is not host], [slot for slot in slots if slot.module is host]
 
 
+def between_layers(skeleton: Skeleton) -> list[ParameterSlot]:
+    """Slots of neither embeddings nor output head, such as the final norm, for a process that has only layers."""
+    ends = [skeleton.model.get_input_embeddings(), skeleton.model.get_output_embeddings()]
+    return [slot for slot in skeleton.resident_slots if slot.module not in ends]
+
+
 def host_bytes(skeleton: Skeleton, device_type: str) -> int:
     """Bytes of embeddings on the host; 0 if they are on the device."""
     host = embeddings_for_host(skeleton.model, device_type)

@@ -16,7 +16,7 @@ from bough.model.batch.path_spans import SPAN_ROWS
 from bough.model.kv.session_kv import KVShape
 from bough.model.kv.state_shape import RECURRENT
 from bough.model.loading.loading import Skeleton
-from bough.model.sizes.target_limits import TargetLimits
+from bough.model.sizes.target_limits import KVRoom, TargetLimits
 from bough.runtime.kv_budget import LEAST_CONTEXT, context_within, kv_budget
 from bough.runtime.machine import default_budget, free_memory
 from bough.sizing.placement import (
@@ -148,10 +148,13 @@ def fixed_bytes(
     resident: int,
     scratch: int,
     embeddings: int = 0,
+    room: KVRoom | None = None,
+    has_head: bool = True,
 ) -> Fixed:
     """The memory that a target takes with any placement of layers, including `resident` and `scratch` bytes.
 
-    `embeddings` of the resident bytes are on the host.
+    `embeddings` of the resident bytes are on the host. `shape` is of the layers that the target holds; without `room`,
+    `settings.kv_memory` is for these alone. A stage has no output head.
 
     Raises:
         ConfigError: KV memory holds no session, or is on a tier that does not exist.
@@ -159,24 +162,34 @@ def fixed_bytes(
     if settings.kv_tier == "host" and not is_gpu:
         raise ConfigError("--kv-tier: must be device on the CPU, got host")
     limits = TargetLimits.of(settings, max_positions(config))
-    kv, states = _kv_bytes(limits, shape, settings.kv_memory)
-    staged, on_host = (kv, 0) if settings.kv_tier == "device" else (STAGED_LAYERS * kv // shape.num_layers, kv)
-    activations = activation_bytes(config, shape, limits)
+    kv, states = _kv_bytes(settings, config, shape, room)
+    staged, on_host = (kv, 0) if settings.kv_tier == "device" else (STAGED_LAYERS * kv // max(1, shape.num_layers), kv)
+    activations = (activation_bytes if has_head else layer_activation_bytes)(config, shape, limits)
     activations += 0 if is_gpu else score_bytes(config, shape, limits, settings.threads)
     return Fixed(resident - embeddings, staged + states, activations, scratch, on_host, host_embeddings=embeddings)
 
 
-def _kv_bytes(limits: TargetLimits, shape: KVShape, kv_memory: int) -> tuple[int, int]:
+def _kv_bytes(
+    settings: TargetConfig, config: PretrainedConfig, shape: KVShape, room: KVRoom | None = None
+) -> tuple[int, int]:
     """Bytes of all rows of keys and values, and of the states of the most sessions, which stay on devices."""
-    num_states = limits.num_states(shape.row_bytes, kv_memory, shape.state_bytes)
-    rows = limits.num_rows(shape.row_bytes, kv_memory, shape.state_bytes)
-    return rows * shape.row_bytes, num_states * shape.state_bytes
+    limits = TargetLimits.of(settings, max_positions(config))
+    room = room or limits.room(shape.row_bytes, settings.kv_memory, shape.state_bytes)
+    return room.num_rows * shape.row_bytes, room.num_states * shape.state_bytes
 
 
 def other_devices(
-    settings: TargetConfig, config: PretrainedConfig, shape: KVShape, scratch: int, device: str, count: int
+    settings: TargetConfig,
+    config: PretrainedConfig,
+    shape: KVShape,
+    scratch: int,
+    device: str,
+    count: int,
+    room: KVRoom | None = None,
 ) -> list[OtherDevice]:
     """The other devices that layers stay on; there are `count` GPUs, and sweeps run on `device`.
+
+    `room` is as in `fixed_bytes`.
 
     Raises:
         ConfigError: one does not exist, or is `device`.
@@ -185,8 +198,8 @@ def other_devices(
         return []
     given = ",".join(f"{name}={num_bytes}" for name, num_bytes in settings.resident_devices)
     limits = TargetLimits.of(settings, max_positions(config))
-    layer_kv = max(layer_kv_bytes(settings, config, shape))
-    fixed = _buffer_bytes(settings, config, shape, scratch)
+    layer_kv = max(layer_kv_bytes(settings, config, shape, room))
+    fixed = _buffer_bytes(settings, config, shape, scratch, room)
     hop = _sweep_rows(limits) * hidden_bytes(config, shape.dtype)
     for name, _ in settings.resident_devices:
         if name == device or int(name.removeprefix("cuda:")) >= count:
@@ -197,10 +210,12 @@ def other_devices(
     return [OtherDevice(name, num_bytes, fixed, layer_kv, hop) for name, num_bytes in settings.resident_devices]
 
 
-def layer_kv_bytes(settings: TargetConfig, config: PretrainedConfig, shape: KVShape) -> tuple[int, ...]:
+def layer_kv_bytes(
+    settings: TargetConfig, config: PretrainedConfig, shape: KVShape, room: KVRoom | None = None
+) -> tuple[int, ...]:
     """Bytes of all sessions' KV or states in each layer, in the memory of the device that computes it."""
-    kv, states = _kv_bytes(TargetLimits.of(settings, max_positions(config)), shape, settings.kv_memory)
-    layer_kv = 0 if settings.kv_tier == "host" else kv // shape.num_layers
+    kv, states = _kv_bytes(settings, config, shape, room)
+    layer_kv = 0 if settings.kv_tier == "host" else kv // max(1, shape.num_layers)
     if not shape.states:
         return (layer_kv,) * shape.num_layers
     layer_states = states // shape.states.num_layers
@@ -216,11 +231,13 @@ def stage_buffer_bytes(
     return _buffer_bytes(settings, config, shape, scratch) + scores
 
 
-def _buffer_bytes(settings: TargetConfig, config: PretrainedConfig, shape: KVShape, scratch: int) -> int:
+def _buffer_bytes(
+    settings: TargetConfig, config: PretrainedConfig, shape: KVShape, scratch: int, room: KVRoom | None = None
+) -> int:
     """The memory that a device with layers but no output head takes in addition: activations, scratch, staged KV."""
     limits = TargetLimits.of(settings, max_positions(config))
-    kv, _ = _kv_bytes(limits, shape, settings.kv_memory)
-    staged = STAGED_LAYERS * kv // shape.num_layers if settings.kv_tier == "host" else 0
+    kv, _ = _kv_bytes(settings, config, shape, room)
+    staged = STAGED_LAYERS * kv // max(1, shape.num_layers) if settings.kv_tier == "host" else 0
     return layer_activation_bytes(config, shape, limits) + scratch + staged
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bough.config.processes import TargetConfig
 from bough.errors import ConfigError
 from bough.runtime.kv_budget import num_states
 
 KV_STEP = 256  # few moves of growing slots, and little memory compared with a session's context
+
+
+class KVRoom(NamedTuple):
+    """How much KV memory holds, in every layer alike."""
+
+    num_rows: int  # of all sessions together
+    num_states: int  # sessions with recurrent states; 0 if sessions have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +64,8 @@ class TargetLimits:
                 f"{self.slot_rows} tokens, got {kv_memory}; or choose a smaller --max-context or --max-nodes"
             )
         return num_rows
+
+    def room(self, row_bytes: int, kv_memory: int, state_bytes: int = 0) -> KVRoom:
+        """The rows and states that fit `kv_memory`. Raises ConfigError as `num_rows` does."""
+        sizes = row_bytes, kv_memory, state_bytes
+        return KVRoom(self.num_rows(*sizes), self.num_states(*sizes))

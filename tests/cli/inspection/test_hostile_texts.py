@@ -1,4 +1,4 @@
-"""Texts of workers and orchestrators may be anything: they add no line and no control character to a terminal."""
+"""What workers and orchestrators tell of themselves may be anything: it adds no line, and steers no terminal."""
 
 from __future__ import annotations
 

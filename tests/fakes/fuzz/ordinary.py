@@ -12,11 +12,12 @@ from bough.protocol import codec
 from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, GrowCall, GrowResult, Timings, Verdict, VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
+from bough.sizing.stage_split import StageRoom
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, StaticShape, TreePlan
 from target_worker.stages import codec as stages_codec
 from target_worker.stages.frames import Hello, Piece, RingEnd
-from target_worker.stages.roster import JoinCall, StageFacts, StageFigures, StageRoom
+from target_worker.stages.roster import JoinCall, StageFacts, StageFigures
 
 Json = dict[str, Any]
 
@@ -35,8 +36,8 @@ JOIN = stages_codec.join_to_wire(
         "stage",
         "127.0.0.1:7413",
         StageFacts("0.1", "code", "checkpoint", "tokenizer", "float32", "cpu"),
-        StageRoom(2**30, 1e9, 0.01),
-        StageFigures(4, 8, 2**20, 0.1, 0.2, 0.3, 9, "resident"),
+        StageRoom("b", 2**30, 1e9, 0.01),
+        StageFigures(4, 8, 2**20, "a CPU"),
     )
 )
 HELLO = stages_codec.passed_to_wire(Hello(3, ("127.0.0.1:7412", "127.0.0.1:7413"), 1, b"payload"))

@@ -170,7 +170,7 @@ async def _at_http(tally: Tally, doors: Doors) -> None:
 
 
 async def try_prompts(tally: Tally, doors: Doors) -> None:
-    """Bob sends Alice's prompts; reports and computed tokens must be as if they had not been sent before."""
+    """Bob sends Alice's prompts; reports and computed tokens must be as if nobody had sent them."""
     alice, bob = doors.secrets.alice, doors.secrets.bob
     options = GenerateOptions(max_tokens=1, temperature=0.0, ignore_eos=True)
     stranger = await doors.read(bob, prompt_of(2), options)

@@ -1,4 +1,4 @@
-"""Summaries of streams over both APIs: readings, and the first figures of the report."""
+"""What is made of streams over both APIs: readings, and the figures that stand first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of rows: correct, and with the same bits for a row in any batch."""
+"""Products of rows: right, and the same bits for a row whatever else is computed."""
 
 from __future__ import annotations
 

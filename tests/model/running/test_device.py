@@ -1,4 +1,4 @@
-"""Devices and host memory: chosen by name, refused by name."""
+"""Devices and the memory beside them: chosen by name, refused by name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from bough.model.running.device import choose_device
 from bough.model.sizes.memory_budget import fixed_bytes
 from bough.sizing.placement import Fixed, Tier
 from draft_worker.worker import DraftWorker
-from target_worker import worker
-from target_worker.worker import TargetWorker, choose_places
+from target_worker.sweep import held_layers
+from target_worker.sweep.held_layers import choose_places
+from target_worker.worker import TargetWorker
 
 GB = 1000**3
 GPU = torch.device("cuda", 0)
@@ -60,7 +61,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_workers_refuse_a_gpu(no_gpu: None, ti
 def test_a_gpu_that_torch_cannot_use_is_reported(
     is_here: bool, no_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A build of torch for CPUs, or a driver that is too old: a 70B would be very slow without a reason given."""
+    """A build of torch for CPUs, or a driver that is too old: a 70B would crawl, and nobody would know why."""
     monkeypatch.setattr(bough.model.running.device, "may_be_gpu", lambda _: is_here)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert choose_device("auto") == torch.device("cpu")
@@ -83,7 +84,7 @@ def gpu_settings(*flags: str) -> TargetConfig:
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """140 GB free on the device, 100 GB on the host."""
-    monkeypatch.setattr(worker, "free_device_bytes", lambda _: 140 * GB)
+    monkeypatch.setattr(held_layers, "free_device_bytes", lambda _: 140 * GB)
     monkeypatch.setattr("bough.model.sizes.memory_budget.free_memory", lambda: 100 * GB)
 
 

@@ -1,4 +1,4 @@
-"""Memory budgets, measured: the peak of a process that streams, against its configured memory."""
+"""Memory budgets, measured: the peak of a process that streams, against what it was told it may take."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
-from target_worker.worker import compile_target
+from target_worker.sweep.held_layers import compile_target
 from target_worker.worker import TargetWorker
 compile_target("bfloat16", "whole")  # what a process has waited for counts as read by who waited
 import numba, transformers.models.llama.modeling_llama

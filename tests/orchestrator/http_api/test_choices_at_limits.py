@@ -33,7 +33,7 @@ def limited(door: HttpStack, monkeypatch: pytest.MonkeyPatch, max_running: int, 
 async def test_more_choices_than_ever_fit_are_an_invalid_request(
     door: HttpStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were refused with a delay, forever, and each time began what was then thrown away."""
+    """They were sent away with a delay, for ever, and each time began what was then thrown away."""
     limited(door, monkeypatch, max_running=1, max_waiting=1)
     num_before = door.stack.requests.loads().num_requests_total
     bodies: list[tuple[str, Json, str]] = [
@@ -71,7 +71,7 @@ async def test_choices_that_do_not_fit_now_are_all_refused_before_one_begins(
     running.cancel()
     await until(lambda: not requests.streams)
     assert len((await door.answer(COMPLETIONS, TEXT | {"max_tokens": 1, "n": 3}))["choices"]) == 3
-    assert (admission.num_running, admission.num_waiting) == (0, 0)
+    assert (admission._num_free, admission.num_waiting) == (2, 0)
 
 
 async def test_choices_that_have_not_begun_are_counted(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,5 +121,5 @@ async def test_a_client_that_leaves_releases_the_turns_of_all_choices(
     asking = asyncio.create_task(door.client.post(COMPLETIONS, json=TEXT | {"max_tokens": 4000, "n": 4}))
     await until(lambda: admission.num_waiting == 3)
     asking.cancel()
-    await until(lambda: not admission.num_waiting and not admission.num_running)
+    await until(lambda: not admission.num_waiting and admission._num_free)
     assert (await door.answer(COMPLETIONS, TEXT | {"max_tokens": 1}))["choices"]

@@ -1,4 +1,4 @@
-"""Connections without a request, or with one sent a byte at a time: none is kept forever, and they are limited."""
+"""Connections that ask for nothing, or for something a byte at a time: none is held for ever, nor are too many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from weakref import ref
+from typing import Any
+from weakref import WeakSet
 
 import httpx
 import pytest
@@ -48,11 +49,6 @@ class App:
         if is_stream:
             await send({"type": "http.response.body"})
 
-    @property
-    def lost(self) -> list[asyncio.Transport]:
-        """Connections of requests that have ended, with all that was not sent."""
-        return [each for each in {*self.transports} if each.is_closing() and not each.get_write_buffer_size()]
-
 
 @pytest.fixture
 def app() -> App:
@@ -60,8 +56,9 @@ def app() -> App:
 
 
 @pytest.fixture
-async def port(app: App) -> AsyncIterator[int]:
-    async with http_serving("127.0.0.1", 0, app, idle_seconds=0.3) as port:
+async def port(app: App, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
+    async with http_serving("127.0.0.1", 0, app) as port:
         yield port
 
 
@@ -137,7 +134,7 @@ async def test_half_a_body_is_not_waited_for(port: int) -> None:
 
 
 async def test_a_request_with_two_lengths_closes_the_connection(port: int) -> None:
-    """A proxy may believe the other length, and take the rest for another client's request."""
+    """A proxy may believe the other length, and take the rest for the request of somebody else."""
     smuggled = b"POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
     reader, writer = await connected(port, smuggled + WHOLE)
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -158,7 +155,7 @@ async def test_half_a_head_does_not_occupy_a_connection(port: int, sent: bytes, 
 
 @pytest.mark.parametrize("sent", [WHOLE, b"POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n"])
 async def test_bytes_trickling_in_after_an_answer_do_not_occupy_a_connection(port: int, sent: bytes) -> None:
-    """Whether they are half a head or a body that is not waited for."""
+    """Whether they are half a head or a body that nobody waits for."""
     reader, writer = await connected(port, sent)
     assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
     assert await until_closed(reader, writer, b"x") == b""
@@ -174,22 +171,33 @@ async def test_an_answer_may_take_long(port: int, app: App) -> None:
     writer.close()
 
 
-async def test_a_connection_that_is_reset_is_forgotten(app: App) -> None:
+async def test_a_connection_that_is_reset_is_forgotten(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its timer kept it, and what it had sent, for as long as an idle one may stay; no bound counted it."""
+    kept: WeakSet[asyncio.Protocol] = WeakSet()
+
+    class Seen(server._Protocol):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            kept.add(self)
+
+    monkeypatch.setattr(server, "_Protocol", Seen)
     async with http_serving("127.0.0.1", 0, app) as port:
-        _, writer = await connected(port, WHOLE + b"GET /half a head")
-        await until(lambda: app.transports)
-        kept = ref(app.transports[0].get_protocol())
+        _, writer = await connected(port, b"GET /half a head")
+        await until(lambda: kept)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.transport.abort()
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while kept() is not None:
+            while kept:
                 gc.collect()
                 await asyncio.sleep(0.01)
 
 
-async def test_of_too_many_connections_the_longest_idle_one_is_closed(port: int, app: App) -> None:
-    async with http_serving("127.0.0.1", 0, app, idle_seconds=300, limit=lambda: 3) as port:
+async def test_of_too_many_connections_the_longest_idle_one_is_closed(
+    port: int, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "IDLE_SECONDS", 300)
+    monkeypatch.setattr(server, "most_connections", lambda: 3)
+    async with http_serving("127.0.0.1", 0, app) as port:
         busy = await connected(port, WHOLE.replace(b"quick", b"slow"))
         await until(lambda: app.num_waiting)
         first, second = await connected(port, b"GET /ha"), await connected(port)
@@ -205,8 +213,11 @@ async def test_of_too_many_connections_the_longest_idle_one_is_closed(port: int,
             writer.close()
 
 
-async def test_a_connection_beyond_the_limit_is_refused_if_all_are_busy(app: App) -> None:
-    async with http_serving("127.0.0.1", 0, app, limit=lambda: 2) as port:
+async def test_a_connection_beyond_the_limit_is_refused_if_all_are_busy(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "most_connections", lambda: 2)
+    async with http_serving("127.0.0.1", 0, app) as port:
         busy = [await connected(port, WHOLE.replace(b"quick", b"slow")) for _ in range(2)]
         await until(lambda: app.num_waiting >= 2)
         said = await until_closed(*await connected(port))
@@ -241,39 +252,55 @@ async def unread(port: int, sent: bytes) -> AsyncIterator[socket.socket]:
         yield connection
 
 
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Protocol]:
+    """The server's connections that have ended."""
+    ended: list[asyncio.Protocol] = []
+
+    class Seen(server._Protocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            ended.append(self)
+
+    monkeypatch.setattr(server, "_Protocol", Seen)
+    return ended
+
+
 @pytest.mark.parametrize(
     "sent",
     [LONG, PIECES, LONG + WHOLE, LONG + closing(WHOLE), closing(LONG), LONG + b"no\n\n"],
     ids=["one", "a stream", "another after it", "the last of the connection", "the only one", "none"],
 )
-async def test_unread_answers_occupy_no_connection(app: App, sent: bytes) -> None:
+async def test_unread_answers_occupy_no_connection(
+    lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
     """A request after one whose answer was not read held its connection for ever, and all of them anybody's."""
-    async with (
-        http_serving("127.0.0.1", 0, app, idle_seconds=0.3) as port,
-        unread(port, sent),
-        asyncio.timeout(PATIENCE_SECONDS),
-    ):
-        await until(lambda: app.lost)
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
+    async with http_serving("127.0.0.1", 0, app) as port, unread(port, sent), asyncio.timeout(PATIENCE_SECONDS):
+        await until(lambda: lost)
 
 
-async def test_a_client_that_reads_no_answers_is_closed(app: App) -> None:
+async def test_a_client_that_reads_no_answers_is_closed(
+    lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise it counts as busy, and new connections are refused."""
-    async with http_serving("127.0.0.1", 0, app, limit=lambda: 1) as port, unread(port, LONG + WHOLE):
+    monkeypatch.setattr(server, "most_connections", lambda: 1)
+    async with http_serving("127.0.0.1", 0, app) as port, unread(port, LONG + WHOLE):
         await asyncio.sleep(0.2)  # in which it comes to the second request; before that it gives way too
         reader, writer = await connected(port, WHOLE)
         assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
-        assert len(app.lost) == 1
+        assert len(lost) == 1
         writer.close()
 
 
-async def test_a_stream_may_stall_as_long_as_configured(app: App) -> None:
+async def test_a_stream_may_stall_as_long_as_configured(
+    lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An answer that is being written has a limit of its own, which may be longer than that of idleness."""
-    async with (
-        http_serving("127.0.0.1", 0, app, idle_seconds=0.2, stalled_seconds=60.0) as port,
-        unread(port, PIECES) as connection,
-    ):
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
+    async with http_serving("127.0.0.1", 0, app, stalled_seconds=60.0) as port, unread(port, PIECES) as connection:
         await asyncio.sleep(0.6)
-        assert not app.lost
+        assert not lost
         reader, writer = await asyncio.open_connection(sock=connection.dup())
         async with asyncio.timeout(PATIENCE_SECONDS):
             await reader.readuntil(b"\r\n\r\n")
@@ -295,7 +322,7 @@ async def test_a_body_that_breaks_off_during_its_request_is_refused_once(
     reader, writer = await connected(port, head.encode() + b"zz\r\n")
     said = await until_closed(reader, writer)
     app.may_answer.set()
-    await asyncio.sleep(0)  # the request continues, and its answer goes nowhere
+    await asyncio.sleep(0)  # the request goes on, and its answer goes nowhere
     assert said.startswith(b"HTTP/1.1 400 "), said
     assert said.count(b"HTTP/1.1") == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

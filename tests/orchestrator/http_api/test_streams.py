@@ -61,7 +61,7 @@ def head(num_bytes: int) -> bytes:
 
 
 async def until_running(door: HttpStack, num: int) -> None:
-    """Wait until this many requests run."""
+    """Wait until so many requests run."""
     await until(lambda: door.stack.requests.loads().num_requests_running == num)
 
 
@@ -163,8 +163,11 @@ async def test_without_a_target_requests_are_refused(door: HttpStack, monkeypatc
     assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
 
 
-async def test_a_client_that_stops_reading_loses_its_connection_and_place(tmp_path: Path) -> None:
-    async with http_stack(tmp_path, stalled_seconds=0.2, idle_seconds=0.2) as door:
+async def test_a_client_that_stops_reading_loses_its_connection_and_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
+    async with http_stack(tmp_path, stalled_seconds=0.2) as door:
         content = json.dumps(ENDLESS | {"stream": True, "logprobs": True, "top_logprobs": 20}).encode()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -311,7 +314,7 @@ async def test_a_connection_accepted_during_shutdown_is_closed(monkeypatch: pyte
         return is_over
 
     async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
-        """Accept connections without answering."""
+        """Answer nobody."""
 
     monkeypatch.setattr(server._Protocol, "connection_made", late)
     monkeypatch.setattr(server._HttpServer, "on_tick", noted)

@@ -16,17 +16,18 @@ from bough.errors import ConfigError, InvalidRequest, NotFound, PairingError
 from bough.rpc.server import serving
 from bough.rpc.services import STAGES, add_service
 from bough.security.access import OPEN
+from bough.sizing.stage_split import StageRoom
 from target_worker.stages.joining import JoiningStage
 from target_worker.stages.ring import Ring
-from target_worker.stages.roster import Assignment, JoinCall, Roster, StageFacts, StageFigures, StageRoom
+from target_worker.stages.roster import Assignment, JoinCall, Roster, StageFacts, StageFigures
 from target_worker.stages.service import StagesService
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow
 
 FACTS = StageFacts("0.1", "code", "checkpoint", "tokenizer", "bfloat16", "cpu")
-CALL = JoinCall("id", "127.0.0.1:1", FACTS, StageRoom(1, 1e9, 0.25), StageFigures())
-LAYERS = Assignment(1, 20, 40, 4096, 8)
+CALL = JoinCall("id", "127.0.0.1:1", FACTS, StageRoom("b", 1, 1e9, 0.25), StageFigures())
+LAYERS = Assignment(1, 20, 40, 4096, 8, 2048, 64, 256, 64)
 JOIN_SECONDS = 0.05
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bough.errors import InvalidRequest, PairingError, Unavailable
+from bough.sizing.stage_split import StageRoom
 from target_worker.stages import codec
 from target_worker.stages.roster import (
     LEASE_SECONDS,
@@ -18,15 +19,16 @@ from target_worker.stages.roster import (
     Roster,
     StageFacts,
     StageFigures,
-    StageRoom,
 )
 
 FACTS = StageFacts("0.1", "code", "checkpoint", "tokenizer", "bfloat16", "cpu, 4 rows")
-SPLIT = [Assignment(1, 20, 40, 4096, 8), Assignment(2, 40, 80, 4096, 8)]
+SPLIT = [Assignment(1, 20, 40, 4096, 8, 2048, 64, 256, 64), Assignment(2, 40, 80, 4096, 8, 2048, 64, 256, 64)]
 
 
 def call(stage_id: str = "a", address: str = "", memory_bytes: int = 1, **others: Any) -> JoinCall:
-    place = JoinCall(stage_id, address or f"{stage_id}:1", FACTS, StageRoom(memory_bytes, 1e9, 0.25), StageFigures())
+    place = JoinCall(
+        stage_id, address or f"{stage_id}:1", FACTS, StageRoom("b", memory_bytes, 1e9, 0.25), StageFigures()
+    )
     return replace(place, **others)
 
 
@@ -45,7 +47,7 @@ class Head:
         return self.roster
 
     def renew(self, seconds: float, *stage_ids: str) -> None:
-        """Let time pass in which these stages keep calling."""
+        """Let time pass in which these stages go on calling."""
         for _ in range(math.ceil(seconds)):
             self.now += 1.0
             for stage_id in stage_ids:
@@ -134,13 +136,13 @@ def test_a_loader_waits_for_all_stages() -> None:
 
 def test_figures_are_what_stages_said_last() -> None:
     head = Head()
-    figures = StageFigures(20, 40, 7, 0.5, 0.25, 0.125, 3, "resident")
+    figures = StageFigures(20, 40, 7, "a CPU")
     head.complete().join(call("b", figures=figures))
     assert head.roster.figures() == [StageFigures(), figures]
 
 
 def test_calls_and_answers_are_the_same_after_the_wire() -> None:
-    mine = call(figures=StageFigures(20, 40, 2**40, 0.5, 0.25, 0.125, 2**40, "resident"))
+    mine = call(figures=StageFigures(20, 40, 2**40, "a CPU"))
     assert codec.join_from_wire(codec.join_to_wire(mine)) == mine
     for answer in (0, 2, SPLIT[0]):
         assert codec.join_reply_from_wire(codec.join_reply_to_wire(answer)) == answer
@@ -155,10 +157,9 @@ def test_calls_and_answers_are_the_same_after_the_wire() -> None:
         ("address", call(address="h" * 300 + ":1")),
         ("address", call(address="a\n:1")),
         ("facts.code", call(facts=replace(FACTS, code="x" * 5000))),
-        ("room.link_bytes_per_second", call(room=StageRoom(1, math.nan, 1.0))),
-        ("room.layer_seconds", call(room=StageRoom(1, 1.0, -1.0))),
-        ("figures.wait_seconds", call(figures=StageFigures(wait_seconds=math.inf))),
-        ("figures.note", call(figures=StageFigures(note="\x1b[2J"))),
+        ("room.link_bytes_per_second", call(room=StageRoom("b", 1, math.nan, 1.0))),
+        ("room.layer_seconds", call(room=StageRoom("b", 1, 1.0, -1.0))),
+        ("figures.device", call(figures=StageFigures(device="\x1b[2J"))),
     ],
 )
 def test_malformed_calls_are_refused_by_field(field: str, malformed: JoinCall) -> None:

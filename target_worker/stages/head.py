@@ -1,0 +1,120 @@
+"""The head of a target that spans machines: who its stages are, which layers they hold, and the ring to them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import Future
+
+from bough.config.processes import TargetConfig
+from bough.model.sizes.target_limits import KVRoom
+from bough.processes.process import stage
+from bough.protocol.messages import Timings
+from bough.security.access import Access
+from bough.sizing.placement import gigabytes
+from bough.sizing.stage_split import StageRoom, split_layers
+from target_worker.stages.measured import Needs
+from target_worker.stages.remote import OtherStages
+from target_worker.stages.ring import Ring
+from target_worker.stages.roster import Assignment, Roster, StageFacts
+from target_worker.stages.service import StagesService
+from target_worker.stages.slots import SlotLog
+from target_worker.sweep.streamed_model import StageLayers
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+NANO = 1e-9
+HOP_SECONDS = 0.002  # of hidden states to the next member, before it has been measured
+
+
+class StagesHead:
+    """Created on the event loop, before the model is loaded on another thread."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        self.ring = Ring(Access.of(config), is_head=True)
+        self.log = SlotLog()
+        self.others = OtherStages(self.ring, self.log)
+        self.service: StagesService | None = None  # once the head knows its own model
+        self.address = ""  # at which the last stage reaches this process
+        self._num_members = config.stages
+        self._loop = asyncio.get_running_loop()
+        self._roster: Roster | None = None
+        self._running: Future[None] | None = None
+
+    @property
+    def roster(self) -> Roster:
+        """The list of stages, which `admit` makes."""
+        assert self._roster is not None, "stages are admitted first"
+        return self._roster
+
+    def admit(self, facts: StageFacts) -> None:
+        """Let stages with equal facts join; any thread."""
+        self._roster = Roster(facts, self._num_members)
+        self.service = StagesService(self.ring, self._roster)
+
+    def split(self, needs: Needs, own: StageRoom, room: KVRoom, config: TargetConfig) -> list[StageLayers]:
+        """Wait for all stages, and decide the layers of each member; blocks the loading thread.
+
+        `own` is what the head offers. Raises ConfigError if memory is too small.
+        """
+        stage(f"waiting for {self._num_members - 1} stages (--stage-of {self.address})")
+        while (rooms := self.roster.wait_complete(POLL_SECONDS)) is None:
+            pass
+        taken = [needs.at_head] + [needs.at_stage] * len(rooms)
+        members = [
+            each._replace(memory_bytes=max(0, each.memory_bytes - num_bytes))
+            for each, num_bytes in zip([own, *rooms], taken, strict=True)
+        ]
+        ranges = split_layers(needs.layer_bytes, needs.kv_bytes, members, HOP_SECONDS)
+        parts = [StageLayers(each.start, each.stop, len(needs.layer_bytes)) for each in ranges]
+        limits = config.max_context, config.max_nodes, config.max_sweep_tokens, config.rows
+        self.roster.assign([Assignment(i, part.first, part.end, *room, *limits) for i, part in enumerate(parts) if i])
+        for part, each in zip(parts, members, strict=True):
+            size = gigabytes(sum(needs.layer_bytes[part.first : part.end]))
+            logger.info("%s: layers %d to %d, %s", each.name, part.first, part.end - 1, size)
+        return parts
+
+    def connect(self) -> None:
+        """Connect the ring, and wait until all stages have loaded their layers; blocks the loading thread."""
+        self._running = asyncio.run_coroutine_threadsafe(self.ring.run(self._members, lambda: b""), self._loop)
+        stage("waiting until the stages have loaded their layers")
+        while not self.ring.epoch:
+            time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        """End the ring; not on the event loop."""
+        if self._running is not None:
+            self._running.cancel()
+        asyncio.run_coroutine_threadsafe(self.ring.close(), self._loop).result()
+
+    def trouble(self) -> str:
+        """Which stage is missing, or why the ring is down; empty while all is well."""
+        return self.roster.missing() or self.ring.why_down
+
+    def devices_in_words(self, own: str) -> str:
+        """The devices of stages that differ from the head's `own`, and so may give other bits."""
+        return "".join(
+            f", layers {each.first_layer} to {each.end_layer - 1} on {each.device}"
+            for each in self.roster.figures()
+            if each.device != own
+        )
+
+    def notes(self) -> list[str]:
+        """What each stage holds, and where the time of its last pass went."""
+        found = [f"not usable now: {missing}"] if (missing := self.trouble()) else []
+        timings = self.others.timings
+        for number, each in enumerate(self.roster.figures(), start=1):
+            held = f"layers {each.first_layer} to {each.end_layer - 1}, {gigabytes(each.memory_bytes)}"
+            spent = timings[number - 1] if number <= len(timings) else Timings()
+            spends = f"{spent.wait_ns * NANO:.3f} s waiting for weights, {spent.compute_ns * NANO:.3f} s computing"
+            found.append(f"stage {number}: {held}; last sweep: {spends}")
+        if timings:
+            seconds = self.others.network_seconds
+            found.append(f"between the stages: {seconds:.3f} s of the last sweep, with the network")
+        return found
+
+    def _members(self) -> list[str] | None:
+        others = self.roster.members()
+        return None if others is None else [self.address, *others]

@@ -1,0 +1,57 @@
+"""The head's side of a pass through the stages."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from bough.errors import RingLost
+from bough.model.batch.batch import Batch
+from bough.protocol.messages import Timings
+from target_worker.stages.frames import Frame
+from target_worker.stages.pass_codec import pass_from_wire, pass_to_wire
+from target_worker.stages.passes import StagePass
+from target_worker.stages.ring import Ring
+from target_worker.stages.slots import SlotLog
+
+NEVER = -1
+NANO = 1e-9
+ANSWER_SECONDS = 120.0  # limit of a pass through all stages; heartbeats find a stage that is gone much sooner
+
+
+class OtherStages:
+    """Sends the hidden states of a sweep around the ring; used by the sweep thread."""
+
+    def __init__(self, ring: Ring, log: SlotLog) -> None:
+        self._ring, self._log = ring, log
+        self._epoch = NEVER  # in which the stages hold what the slots say
+        self.timings: tuple[Timings, ...] = ()  # of each stage in the last pass
+        self.network_seconds = 0.0  # of the last pass, in which no stage worked
+
+    def lost_kv(self) -> bool:
+        """Whether the stages have forgotten all slots since the last call, which the head must then forget too.
+
+        Raises RingLost while a stage is missing.
+        """
+        epoch = self._ring.epoch
+        if not epoch:
+            raise RingLost(self._ring.why_down)
+        is_new, self._epoch = epoch != self._epoch, epoch
+        if is_new:
+            self._log.forget()
+        return is_new
+
+    def __call__(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        """The last stage's hidden states (1, num_rows, hidden_size) for those after the head's last layer.
+
+        Raises RingLost if a stage is lost.
+        """
+        began = time.perf_counter()
+        given = StagePass.of(self._log.take(), batch, hidden)
+        self._ring.send(self._epoch, Frame(*pass_to_wire(given)))
+        frame = self._ring.receive(self._epoch, ANSWER_SECONDS)
+        taken = pass_from_wire(frame.header, frame.body)
+        self.timings = taken.timings
+        self.network_seconds = time.perf_counter() - began - sum(each.total_ns for each in taken.timings) * NANO
+        return taken.padded(batch).to(hidden.device)

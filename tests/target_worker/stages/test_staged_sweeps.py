@@ -1,0 +1,82 @@
+"""A target whose layers are at several processes: bit for bit that of one process, for any cut and any load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bough.model.batch.batch import Batch
+from bough.model.kv.arena import Arena
+from bough.model.kv.session_kv import KVArena
+from bough.model.kv.slot import Segment
+from bough.protocol.ids import ScopedId
+from loadtest.common.tiny_model import save_model
+from target_worker.kv.slot_index import Text
+from target_worker.kv.slot_pool import SlotPool
+from target_worker.sweep.streamed_model import StreamedModel
+from tests.fakes.model.families import FAMILIES, random_tree
+from tests.fakes.models import CPU, streamed
+from tests.fakes.staged_models import staged
+from tests.fakes.target import Clock
+
+NUM_ROWS = 300  # fewer than the sessions want: slots move, and idle ones are cut and evicted
+NUM_SWEEPS = 12
+SHORT = ["llama", "gemma3, local and global", "deepseek v3, yarn", "mixtral", "qwen3.5, recurrent layers"]
+HYBRID = ("qwen3 next", "qwen3.5")
+
+
+def conversation(model: StreamedModel, arena: Arena, seed: int) -> list[torch.Tensor]:
+    """The logits of sweeps over random sessions, which share prefixes, accept paths, and come and go."""
+    rng, pool, logits = np.random.default_rng(seed), SlotPool(arena, 10.0, Clock()), list[torch.Tensor]()
+    texts: dict[str, list[int]] = {}
+    common = rng.integers(0, 250, 70).tolist()
+    for _ in range(NUM_SWEEPS):
+        segments, committing = list[Segment](), list[Callable[[], None]]()
+        for name in rng.choice(list("abcd"), size=int(rng.integers(1, 3)), replace=False).tolist():
+            if name in texts and rng.random() < 0.2:
+                pool.release(ScopedId(name))
+                del texts[name]
+            start = texts.get(name, common[: int(rng.integers(30, 70))])
+            text = [*start, *rng.integers(0, 250, int(rng.integers(1, 6))).tolist()]
+            tree = random_tree(rng, int(rng.integers(1, 12)), int(rng.integers(250)))
+            session = pool.lease(ScopedId(name), 1, len(text) + len(tree) + 8, Text(text))
+            begin = session.slot.length
+            segments += [
+                Segment.context(session.slot, begin, text[begin:]), Segment.tree(session.slot, len(text), tree)
+            ]  # fmt: skip
+            path = tree.path(int(rng.integers(len(tree))))
+            rows, tokens = range(begin, len(text)), [int(tree.tokens[node]) for node in path]
+
+            def commit(session=session, rows=rows, text=text, path=path, tokens=tokens) -> None:  # type: ignore[no-untyped-def]
+                pool.commit(session, rows, text[rows.start :])
+                pool.commit(session, [len(text) + node for node in path], tokens)
+                pool.end_lease(session)
+
+            committing.append(commit)
+            texts[name] = [*text, *tokens]
+        logits.append(model.sweep(Batch(segments, model.rows, CPU))[0].clone())
+        for each in committing:
+            each()
+    return logits
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in FAMILIES]
+)
+def test_stages_compute_the_bits_of_one_process(family: str, tmp_path: Path) -> None:
+    folder, has_states = save_model(tmp_path / "model", FAMILIES[family]), family.startswith(HYBRID)
+    most_slots = 3 if has_states else 0
+    for dtype in (torch.bfloat16, torch.float32):
+        with streamed(folder, dtype) as whole:
+            shape = whole.skeleton.kv_shape()
+            wanted = conversation(whole, KVArena(shape, shape.empty(NUM_ROWS, CPU), most_slots=most_slots), 1)
+        for cuts in ([2],) if has_states else ([1], [1, 2, 3]):
+            with staged(folder, dtype, cuts, NUM_ROWS, most_slots) as target:
+                found = conversation(target.model, target.arena, 1)
+            assert all(map(torch.equal, found, wanted))
+            assert len(found) == len(wanted)
+            assert len(target.num_bytes) == len(cuts) * NUM_SWEEPS
