@@ -14,6 +14,7 @@ def find_problems(server: ServerInfo) -> list[str]:
     problems += [
         f"{worker.info.worker_id} is not used: {worker.problem}" for worker in server.workers if worker.problem
     ]
+    problems += server.unreached
     pairs = combinations([worker.info for worker in server.workers], 2)
     problems += [
         f"{contradiction}; sessions cannot move between them: install the same files in both places and restart"

@@ -292,7 +292,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, address: _Optional[str] = ..., info: _Optional[_Union[_common_pb2.WorkerInfo, _Mapping]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("protocol_version", "bough_version", "workers", "index_problem", "index_url", "is_draftless", "metrics_url", "http_url")
+    __slots__ = ("protocol_version", "bough_version", "workers", "index_problem", "index_url", "is_draftless", "metrics_url", "http_url", "unreached")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     BOUGH_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +301,7 @@ class ServerInfo(_message.Message):
     IS_DRAFTLESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_URL_FIELD_NUMBER: _ClassVar[int]
     HTTP_URL_FIELD_NUMBER: _ClassVar[int]
+    UNREACHED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     bough_version: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
@@ -309,7 +310,8 @@ class ServerInfo(_message.Message):
     is_draftless: bool
     metrics_url: str
     http_url: str
-    def __init__(self, protocol_version: _Optional[int] = ..., bough_version: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index_problem: _Optional[str] = ..., index_url: _Optional[str] = ..., is_draftless: _Optional[bool] = ..., metrics_url: _Optional[str] = ..., http_url: _Optional[str] = ...) -> None: ...
+    unreached: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., bough_version: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index_problem: _Optional[str] = ..., index_url: _Optional[str] = ..., is_draftless: _Optional[bool] = ..., metrics_url: _Optional[str] = ..., http_url: _Optional[str] = ..., unreached: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

@@ -366,6 +366,7 @@ class ServerInfo:
     is_draftless: bool = False  # configured to run without draft workers
     metrics_url: str = ""  # of the orchestrator's metrics; empty if not served
     http_url: str = ""  # of the OpenAI-compatible API; empty if not served
+    unreached: tuple[str, ...] = ()  # registered workers that have not reported what they serve, and why
 
 
 @dataclass(frozen=True, slots=True)

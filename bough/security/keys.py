@@ -206,7 +206,10 @@ class WorkerKey:
     def require(self, authorization: Iterable[str | bytes]) -> None:
         """Raise Unauthenticated unless a call has one of the keys, from all values of its header."""
         if not self.is_shown(authorization):
-            raise refusal()
+            raise Unauthenticated(
+                "authorization: must be a worker key of this process; BOUGH_WORKER_KEY_FILE must have the same key on "
+                "all machines"
+            )
 
     def is_shown(self, authorization: Iterable[str | bytes]) -> bool:
         """Whether a call has one of the keys; in constant time."""

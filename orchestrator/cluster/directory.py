@@ -129,7 +129,7 @@ class UnreachedWorkers:
         if now < unreached.next_line:
             return
         unreached.next_line = now + REMIND_SECONDS
-        text = "%s is registered at %s, but could not be met (attempt %d): %s"
+        text = "%s is registered at %s, but cannot be used (attempt %d): %s"
         is_ours = not isinstance(exc, BoughError)  # a bug, or an invalid answer
         level = logging.ERROR if is_ours else logging.WARNING
         where = record.worker_id, record.address, unreached.num_attempts, unreached.problem
@@ -143,6 +143,13 @@ class UnreachedWorkers:
         """Forget workers that are not in `records`, the list of all that are registered now."""
         listed = {record.worker_id for record in records}
         self._unreached = {name: unreached for name, unreached in self._unreached.items() if name in listed}
+
+    def sentences(self) -> tuple[str, ...]:
+        """Each worker with its address and problem."""
+        return tuple(
+            f"{name} is registered at {unreached.record.address}, but cannot be used: {unreached.problem}"
+            for name, unreached in self._unreached.items()
+        )
 
     def problems(self, kind: str) -> dict[str, str]:
         """Why workers of a kind could not be met, by worker id."""
@@ -244,6 +251,10 @@ class Directory:
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         return tuple(WorkerStatus(k.record.address, k.info, self._problem(k)) for k in self._everyone())
+
+    def unreached(self) -> tuple[str, ...]:
+        """Registered workers that have not reported what they serve, and why."""
+        return self._unreached.sentences()
 
     def _problem(self, known: AnyHandle) -> str:
         """Why a worker is not used; empty if it is."""

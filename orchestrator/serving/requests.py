@@ -148,6 +148,7 @@ class Requests:
             is_draftless=self.rounds.config.draft == "none",
             metrics_url=self.metrics_url,
             http_url=self.http_url,
+            unreached=self.directory.unreached(),
         )
 
     def loads(self) -> Loads:

@@ -266,7 +266,7 @@ def test_descriptions_round_trip_over_the_wire() -> None:
     )
     assert read(common_pb2.WorkerInfo(**to_fields(info)), WorkerInfo) == info
     server = g.ServerInfo(
-        (g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1", True, "http://a:2/metrics", "http://a:3"
+        (g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1", True, "http://a:2/metrics", "http://a:3", ("u",)
     )
     assert read(generation_pb2.ServerInfo(**to_fields(server)), g.ServerInfo) == server
     model = g.ModelInfo("n", "d", "f", "t", 9, 8, (1, 2))

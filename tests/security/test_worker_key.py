@@ -121,6 +121,7 @@ async def refuses_strangers(address: str) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.GetServerInfo(common_pb2.GetServerInfoRequest(), metadata=shown)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert "BOUGH_WORKER_KEY_FILE must have the same key" in (refused.value.details() or "")
             for method in ("Verify", "Release", "GetTokenizer"):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await channel.unary_unary(f"/bough.v1.Target/{method}")(b"", metadata=shown)

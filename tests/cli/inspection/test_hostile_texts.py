@@ -21,7 +21,7 @@ FIRST = WorkerInfo(
 SECOND = replace(FIRST, weights_hash="another")
 OTHER = replace(FIRST, kind=HOSTILE)
 WORKERS = tuple(WorkerStatus(HOSTILE, info, HOSTILE) for info in (FIRST, SECOND, OTHER))
-SERVER = ServerInfo(WORKERS, HOSTILE, HOSTILE, 1, HOSTILE, metrics_url=HOSTILE, http_url=HOSTILE)
+SERVER = ServerInfo(WORKERS, HOSTILE, HOSTILE, 1, HOSTILE, metrics_url=HOSTILE, http_url=HOSTILE, unreached=(HOSTILE,))
 
 
 @dataclass

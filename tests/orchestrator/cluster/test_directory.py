@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -13,9 +14,11 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from tokenizers import Tokenizer
 
+from bough import __version__
 from bough.errors import NotFound, Unavailable
+from bough.health.problems import find_problems
 from bough.pb import common_pb2
-from bough.protocol.generation import GenerateOptions
+from bough.protocol.generation import GenerateOptions, ServerInfo
 from bough.registry.records import WorkerLoad, WorkerRecord
 from orchestrator.cluster.directory import (
     LONGEST_PAUSE_SECONDS,
@@ -262,7 +265,7 @@ def test_an_unusable_worker_is_retried_and_logged_ever_more_seldom(caplog: pytes
     assert min(pauses[10:]) >= LONGEST_PAUSE_SECONDS / 2
     assert len(set(pauses[10:])) > 1, "orchestrators that failed together do not try together"
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[0] == "t is registered at 10.0.0.1:7413, but could not be met (attempt 1): it does not answer"
+    assert lines[0] == "t is registered at 10.0.0.1:7413, but cannot be used (attempt 1): it does not answer"
     assert len(lines) <= 1 + hour / REMIND_SECONDS
 
 
@@ -312,9 +315,13 @@ async def test_a_worker_is_used_once_it_answers_and_errors_explain_why_it_is_not
     problem = "late: it did not report what it serves: it is still loading"
     async with directory.running():
         await until(lambda: problem in directory.why_no_target())
+        (sentence,) = directory.unreached()
+        assert re.fullmatch(r"late is registered at 127\.0\.0\.1:\d+, but cannot be used: .* still loading", sentence)
+        assert sentence in find_problems(ServerInfo((), "", "", 1, __version__, unreached=directory.unreached()))
         is_well = True
         await until(lambda: directory.has_target)
         assert problem not in directory.why_no_target()
+        assert directory.unreached() == ()
 
 
 async def test_a_single_caller_does_not_wait() -> None:
