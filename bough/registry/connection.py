@@ -102,6 +102,9 @@ class IndexConnection:
             raise Unavailable(f"the index at {self.safe_url} is a node of a cluster; {form}") from exc
         except ResponseError as exc:
             raise Unavailable(f"the index at {self.safe_url} refuses: {exc}") from exc
+        except AuthenticationError as exc:
+            need = "needs its password: redis://:PASSWORD@... or ?password_file=FILE"
+            raise Unavailable(f"the index at {self.safe_url} {need}; got: {exc}") from exc
         except (RedisError, RedisClusterException, OSError) as exc:
             raise Unavailable(f"the index at {self.safe_url} does not answer: {exc}") from exc
         except (ValueError, TypeError) as exc:  # redis-py cannot parse the reply

