@@ -316,6 +316,12 @@ def test_an_index_of_two_machines_has_a_password() -> None:
         assert re.search(r'echo "requirepass \$\(head -n 1 \S*worker\.key\)" > \S*index\.conf', Path(guide).read_text())
 
 
+def test_the_guide_starts_the_valkey_that_bough_installs() -> None:
+    """It named `valkey-server`, which the installation does not put on the path."""
+    (command,) = re.findall(r'VALKEY=\$\(python -c "(.+)"\)', Path("docs/clusters.md").read_text())
+    assert "Valkey" in run(run(sys.executable, "-c", command).stdout.strip(), "--version").stdout
+
+
 def test_the_exit_status_reports_health() -> None:
     """Of nobody here; of a process that serves in tests/health/test_health.py."""
     done = run(sys.executable, "-m", "bough.health", "127.0.0.1:1")

@@ -21,7 +21,7 @@ GUIDE = Path("docs/security.md")
 def test_processes_accept_the_guides_certificates(tmp_path: Path) -> None:
     (commands,) = re.findall(r"```\n(openssl req -x509.*?)```", GUIDE.read_text(), re.DOTALL)
     subprocess.run(["bash", "-euc", commands], cwd=tmp_path, check=True, capture_output=True)
-    cert, key, authority = (str(tmp_path / name) for name in ("tls.pem", "tls.key", "ca.pem"))
+    cert, key, authority = (str(tmp_path / name) for name in ("10.0.0.1/tls.pem", "10.0.0.1/tls.key", "ca.pem"))
     certificates = read_certificates(CertificateFiles(cert, key, authority), is_server=True)
     assert certificates.names == ("10.0.0.1", "127.0.0.1", "localhost")
     environ = {"BOUGH_TLS_CERT": cert, "BOUGH_TLS_KEY": key, "BOUGH_TLS_CA": authority}
