@@ -191,19 +191,21 @@ async def serve_worker(
     stage("importing libraries")
     worker_id = new_worker_id(kind)
     servicer, load = (simulated_parts if config.simulate else model_parts)(config, worker_id)
-    await _serve(config, kind, worker_id, service, servicer, load)
+    await run_worker(config, kind, worker_id, service, servicer, load, stop_event())
 
 
-async def _serve(
+async def run_worker(
     config: WorkerConfig,
     kind: str,
     worker_id: str,
     service: ServiceDescriptor,
     servicer: WorkerService[AnyWorker],
     load: Load[AnyWorker],
+    stop: asyncio.Event,
 ) -> None:
+    """Run a worker with these parts until `stop` is set. Raises like `serve_worker`."""
     require_guarded(config)
-    stop, access = stop_event(), Access.of(config)
+    access = Access.of(config)
     gate = SessionGate("Verify", "Grow")
     async with AsyncExitStack() as stack:
         servicer.tracer = await stack.enter_async_context(tracing(config, f"{kind}-worker", worker_id))

@@ -6,10 +6,8 @@ import asyncio
 import threading
 from pathlib import Path
 
-import pytest
-
 from bough.config.processes import TargetConfig, parse
-from bough.processes import worker_process
+from bough.processes.worker_process import run_worker
 from bough.rpc.services import TARGET
 from bough.simulation.clock import SimulatedClock
 from target_worker.service import TargetService
@@ -18,9 +16,7 @@ from tests.fakes.simulated import pair_of
 from tests.fakes.waiting import until
 
 
-async def test_the_event_loop_continues_while_a_worker_is_closed(
-    index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_event_loop_continues_while_a_worker_is_closed(index_url: str, tmp_path: Path) -> None:
     """It stood still until the sweep under way had ended, and a second signal ended nothing meanwhile."""
     pair, stop, servicer = pair_of(tmp_path), asyncio.Event(), TargetService()
     is_closing, may_close = threading.Event(), threading.Event()
@@ -33,12 +29,11 @@ async def test_the_event_loop_continues_while_a_worker_is_closed(
 
     flags = ["--simulate", "given", "--port", "0", "--metrics-port", "-1", "--namespace", "closing"]
     config = parse(TargetConfig, "t", [*flags, "--index-url", index_url], {})
-    monkeypatch.setattr(worker_process, "stop_event", lambda: stop)
 
     def load() -> SimulatedTarget:
         return SlowToClose(config, "target", pair, SimulatedClock(pair.profile.clock_scale))
 
-    serving = asyncio.create_task(worker_process._serve(config, "target", "target", TARGET, servicer, load))
+    serving = asyncio.create_task(run_worker(config, "target", "target", TARGET, servicer, load, stop))
     await until(lambda: servicer.loaded is not None)
     stop.set()
     await until(is_closing.is_set)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,15 +15,18 @@ from bough.client import Client
 from bough.config.processes import OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError, Unauthenticated
 from bough.pb import common_pb2
-from bough.processes.launch import Cluster, Settings
+from bough.processes.worker_process import run_worker
 from bough.protocol.generation import Finished, GenerateOptions, TextPrompt, WorkerInfo
+from bough.registry.registry import Registry
 from bough.rpc.server import is_serving, open_channel
 from bough.rpc.services import TARGET, stub_of
 from bough.security.access import Access
 from bough.security.keys import WorkerKey
 from orchestrator.assembly import assembled
 from orchestrator.cluster.worker_clients import TargetClient
+from target_worker.__main__ import simulated_parts
 from tests.fakes.simulated import write_profile
+from tests.fakes.waiting import until
 
 SECRET, OTHER = "0123456789abcdef" * 4, "f" * 64
 
@@ -71,37 +72,35 @@ def test_one_variable_names_the_secret_of_all_processes() -> None:
 
 
 @asynccontextmanager
-async def target_with(folder: Path, cluster: Cluster, key: Path) -> AsyncIterator[str]:
-    """A target's process that asks for the secret; its address."""
-    command = [sys.executable, "-m", "target_worker", "--simulate", str(write_profile(folder))]
-    command += ["--index-url", cluster.index_url, "--worker-key-file", str(key)]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-    assert process.stderr is not None
+async def target_with(*flags: str) -> AsyncIterator[str]:
+    """A target with these flags; its address."""
+    config, stop = parse(TargetConfig, "t", flags, {}), asyncio.Event()
+    servicer, load = simulated_parts(config, "t")
+    serving = asyncio.create_task(run_worker(config, "target", "t", TARGET, servicer, load, stop))
+    registry = Registry(config.index_url, config.namespace)
     try:
-        async with asyncio.timeout(120):
-            while b" ready at " not in (told := await process.stderr.readline()):
-                assert told, "it ended"
-        assert SECRET.encode() not in told
-        yield told.decode().rsplit(" ready at ", 1)[1].strip()
+        await until(registry.workers)
+        yield (await registry.workers())[0].address
     finally:
-        os.kill(process.pid, signal.SIGTERM)
-        await process.wait()
+        await registry.close()
+        stop.set()
+        await serving
 
 
-@pytest.mark.pipeline
-async def test_a_target_only_answers_its_own_orchestrator(tmp_path: Path) -> None:
+async def test_a_target_only_answers_its_own_orchestrator(
+    index_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     key = secret_file(tmp_path, SECRET)
-    nothing = Settings(parse(TargetConfig, "t", ["--model", "x"], {}), None, parse(OrchestratorConfig, "o", [], {}))
-    cluster = Cluster(nothing, tmp_path)
-    cluster.start_index()
-    try:
-        async with target_with(tmp_path, cluster, key) as address:
+    secret = ["--worker-key-file", str(key)]
+    everywhere = ["--index-url", index_url, "--namespace", "secret", "--port", "0", "--metrics-port", "-1"]
+    with caplog.at_level(logging.INFO):
+        async with target_with(*everywhere, *secret, "--simulate", str(write_profile(tmp_path))) as address:
             await refuses_strangers(address)
             own = TargetClient(address, "t", Access(WorkerKey(str(key))))
             assert isinstance(await own.info(), WorkerInfo)
             await own.close()
-            flags = ["--index-url", cluster.index_url, "--draft", "none", "--port", "0", "--http-port", "-1"]
-            keyed = parse(OrchestratorConfig, "o", [*flags, "--worker-key-file", str(key)], {})
+            flags = [*everywhere, "--draft", "none", "--http-port", "-1"]
+            keyed = parse(OrchestratorConfig, "o", [*flags, *secret], {})
             async with assembled(keyed, asyncio.Event()) as orchestrator:
                 async with Client(f"127.0.0.1:{orchestrator.port}") as client:
                     options = GenerateOptions(max_tokens=3)
@@ -109,8 +108,8 @@ async def test_a_target_only_answers_its_own_orchestrator(tmp_path: Path) -> Non
                 assert isinstance(events[-1], Finished)
             async with assembled(parse(OrchestratorConfig, "o", flags, {}), asyncio.Event()) as stranger:
                 assert not stranger.is_ready
-    finally:
-        cluster.stop_all()
+    assert " ready at " in caplog.text
+    assert SECRET not in caplog.text
 
 
 async def refuses_strangers(address: str) -> None:

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
-from bough.config.processes import OrchestratorConfig, TargetConfig, parse
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError
+from bough.processes.worker_process import run_worker
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt
+from bough.rpc.services import TARGET
 from bough.telemetry.tracing import NO_SPAN, NO_TRACER, Exporter, clock_offset_ns, tracing
+from orchestrator.assembly import assembled
 from orchestrator.serving.tenants import Callers
 from tests.fakes.collector import collecting
 from tests.fakes.fleet import FakeDraft, Fleet
@@ -131,15 +135,16 @@ async def test_without_tracing_opentelemetry_is_not_imported() -> None:
     assert done.stdout == "set()\n"
 
 
-@pytest.mark.parametrize("kind", ["orchestrator", "target_worker", "draft_worker"])
-def test_a_missing_package_names_the_extra(kind: str) -> None:
-    flags = ["--otlp-endpoint", "http://h:1", *([] if kind == "orchestrator" else ["--simulate", "l40-70b-4bit"])]
-    code = f"import sys; sys.modules['opentelemetry.exporter'] = None; sys.argv[1:] = {flags!r}; "
-    code += f"from {kind}.__main__ import main, run; run(main)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "--otlp-endpoint: must be empty if" in done.stderr
-    assert "pip install '.[tracing]'" in done.stderr
+async def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    flags, stop = ["--otlp-endpoint", "http://h:1"], asyncio.Event()
+    starts = [assembled(parse(OrchestratorConfig, "o", flags, {}), stop).__aenter__()]
+    for kind in (TargetConfig, DraftConfig):
+        config = parse(kind, "w", [*flags, "--model", "m"], {})
+        starts.append(run_worker(config, "w", "w", TARGET, Mock(), Mock(), stop))
+    for start in starts:
+        with pytest.raises(ConfigError, match=r"--otlp-endpoint: must be empty if .*pip install '\.\[tracing\]'"):
+            await start
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from bough.cli.generation.generate import CollectedAnswer, _command
 from bough.cli.main import main
 from bough.client import Client
 from bough.processes.exit_with_parent import MODULE
-from bough.processes.launch import launched
 from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import Finished, GenerateOptions, SpeculationMetrics, Usage
-from tests.fakes.simulated import simulated_settings, write_profile
+from tests.fakes.simulated import pair_of
+from tests.fakes.stack import simulated_stack
 
 CTRL_C, CTRL_D = b"\x03", b"\x04"
 PATIENCE_SECONDS = 60
@@ -66,9 +66,9 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
 
 @pytest.mark.pipeline
 async def test_ctrl_c_ends_an_answer_and_the_conversation_continues(tmp_path: Path) -> None:
-    profile = write_profile(tmp_path, clock_scale=5)
-    async with launched(simulated_settings(profile, profile), lambda _: None) as cluster:
-        with terminal("chat", "--address", cluster.address, "--max-tokens", "4000", "--ignore-eos") as chat:
+    async with simulated_stack(tmp_path, pair_of(tmp_path, clock_scale=5)) as stack:
+        address = stack.addresses["orchestrator"]
+        with terminal("chat", "--address", address, "--max-tokens", "4000", "--ignore-eos") as chat:
             assert "/help lists commands" in await chat.until("> ")
             chat.type(b"/help\n/nothing\n")
             assert "/new begins a new conversation" in await chat.until("Ctrl-C ends an answer.*?> ")
@@ -80,7 +80,7 @@ async def test_ctrl_c_ends_an_answer_and_the_conversation_continues(tmp_path: Pa
                 await chat.until(r"\n> ")
                 chat.type(b"/new\n" if question.startswith(b"and") else b"\n")
                 await chat.until("> ")
-            async with Client(cluster.address) as client:
+            async with Client(address) as client:
                 loads = await client.loads()
             assert (loads.num_requests_running, loads.num_requests_total) == (0, 3)
             chat.type(CTRL_C)
