@@ -17,7 +17,7 @@ from target_worker.stages.slots import SlotLog
 
 NEVER = -1
 NANO = 1e-9
-ANSWER_SECONDS = 120.0  # limit of a pass through all stages; heartbeats find a stage that is gone much sooner
+ANSWER_SECONDS = 600.0  # limit of a pass through all stages; heartbeats find a stage that is gone much sooner
 
 
 class OtherStages:

@@ -223,7 +223,7 @@ class StreamedModel:
                 return SweepTimes(1, most_rows, volume=self._expert_volume())
             self.tiers.restart()
             with self.tiers.layer(0) as self._held:
-                compute = compute_curve(self._passes(slot), self.rows, slot.num_rows, num_layers)
+                compute = compute_curve(self._passes(slot), self.rows, slot.num_rows, self._stage.total)
         finally:
             self._held = None
             self.tiers.restart()
