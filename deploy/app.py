@@ -21,7 +21,7 @@ from starlette.responses import Response
 from bough.concurrency.tasks import end, first_of, run_to_completion
 from bough.errors import ConfigError, Unavailable
 from bough.processes.child import RestartPolicy, Restarts
-from deploy.forward import Door, Forwarder
+from deploy.forward import Forwarder, WaitingForwarder
 from deploy.index import IndexPlace, IndexServer
 from deploy.policies import CALLS, REQUESTS
 from deploy.settings import (
@@ -276,22 +276,22 @@ class OrchestratorReplica(Supervising):
         """Keep `workers` only so that Serve deploys them with the application; they are found through the index."""
         super().__init__(index)
         self._workers = workers
-        self._door = Door()
+        self._forwarder = WaitingForwarder()
         self._leaving: set[asyncio.Task[None]] = set()  # of programs that drain while their successors run
         self._has_served = False
 
     async def __call__(self, request: Request) -> Response:
         """Answer one HTTP request, streamed."""
-        return await self._door.forward(request)
+        return await self._forwarder.forward(request)
 
     async def check_health(self) -> None:
         """Raise if this replica must be replaced; requests that wait for its program are then refused."""
         try:
             await super().check_health()
         except Exception:
-            self._door.give_up()
+            self._forwarder.give_up()
             raise
-        self._door.undo_give_up()
+        self._forwarder.undo_give_up()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return how many requests run and wait, from all ports."""
@@ -306,7 +306,7 @@ class OrchestratorReplica(Supervising):
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
-        leaving = asyncio.create_task(_drained(supervisor, self._door.release()))
+        leaving = asyncio.create_task(_drained(supervisor, self._forwarder.release()))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
@@ -317,12 +317,12 @@ class OrchestratorReplica(Supervising):
         if self._has_served:  # requests wait, possibly for a target that restarts too
             await first_of(supervisor.until_ready(READY_SECONDS), self._until_index_moves())
         self._has_served = True
-        self._door.open(supervisor.forwarder())
+        self._forwarder.open(supervisor.forwarder())
 
     async def _stop(self) -> None:
-        self._door.pause()
+        self._forwarder.pause()
         await super()._stop()
-        await self._door.close()
+        await self._forwarder.close()
 
 
 async def _drained(supervisor: Supervisor, forwarder: Forwarder | None) -> None:

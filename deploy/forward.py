@@ -96,7 +96,7 @@ class Forwarder:
         return _Answer(upstream)
 
 
-class Door:
+class WaitingForwarder:
     """Forwards to an orchestrator's program; requests wait while it restarts."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from bough.runtime.log_lines import LineFormatter, SparingFilter, cut
 
 QUIET = ("httpx", "numba", "asyncio")  # loggers of libraries that log only from WARNING on
 # Loggers that clients reach before they are asked for a key.
-AT_THE_DOOR = ("uvicorn.error", "bough.security.tls", "bough.telemetry.metrics")
+ABOUT_CLIENTS = ("uvicorn.error", "bough.security.tls", "bough.telemetry.metrics")
 
 
 class LogContext(NamedTuple):
@@ -49,7 +49,7 @@ def configure_logging(config: ServiceConfig) -> None:
         raise ConfigError(f"--log-level: must be DEBUG, INFO, WARNING or ERROR, got {config.log_level!r}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
-    handler.addFilter(SparingFilter(AT_THE_DOOR))
+    handler.addFilter(SparingFilter(ABOUT_CLIENTS))
     logging.basicConfig(level=config.log_level, handlers=[handler])
     for name in QUIET:
         logging.getLogger(name).setLevel("WARNING")

@@ -107,12 +107,12 @@ class Chaos:
         if kind == "flush":
             return cluster.flush_index()
         if kind == "pause":
-            up = [name for name in cluster.doors if not cluster.is_paused_or_down(name)]
+            up = [name for name in cluster.endpoints if not cluster.is_paused_or_down(name)]
             return cluster.pause(rng.choice(up), seconds)
         if kind in CALL_FAULTS:
-            calls = [door.calls for door in cluster.doors.values() if door.calls is not None]
+            calls = [endpoint.calls for endpoint in cluster.endpoints.values() if endpoint.calls is not None]
             return rng.choice(calls).misbehave(CALL_FAULTS[kind], rng.uniform(0.1, 0.6), seconds)
-        link = rng.choice([door.link for door in cluster.doors.values()])
+        link = rng.choice([endpoint.link for endpoint in cluster.endpoints.values()])
         if kind in ("link: reset", "link: fin"):
             return _at_once(lambda: link.cut(is_reset=kind == "link: reset"))
         return link.stall(seconds) if kind == "link: stall" else link.swallow(seconds)
@@ -169,7 +169,9 @@ async def run_chaos(plan: Plan, model: Path) -> dict[str, Any]:
     return {
         "faults": sum(chaos.counts.values()),
         "faults_by_kind": dict(sorted(chaos.counts.items())),
-        "calls_faulted": sum(door.calls.num_faulted for door in cluster.doors.values() if door.calls is not None),
+        "calls_faulted": sum(
+            endpoint.calls.num_faulted for endpoint in cluster.endpoints.values() if endpoint.calls is not None
+        ),
         **_of_streams(streams),
         **_of_resumes(resumes.seconds(streams)),
         "unplanned_ends": unplanned,

@@ -36,7 +36,7 @@ RESTART_SECONDS = 0.5  # delay before a process that ended by itself is restarte
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Endpoint:
     """The port of a process and the proxies in front of it."""
 
     port: int  # the process's own
@@ -51,8 +51,8 @@ class Door:
 class ChaosCluster:
     """The processes, by names such as "target-0", with their proxies."""
 
-    def __init__(self, cluster: Cluster, doors: dict[str, Door], index_url: str) -> None:
-        self.doors = doors
+    def __init__(self, cluster: Cluster, endpoints: dict[str, Endpoint], index_url: str) -> None:
+        self.endpoints = endpoints
         self.index_url = index_url  # without the proxy
         self.unplanned_ends: Counter[str] = Counter()
         self._cluster = cluster
@@ -61,11 +61,11 @@ class ChaosCluster:
     @property
     def orchestrators(self) -> list[str]:
         """The orchestrators' addresses for clients."""
-        return [door.address for name, door in self.doors.items() if name.startswith("orchestrator")]
+        return [endpoint.address for name, endpoint in self.endpoints.items() if name.startswith("orchestrator")]
 
     def names(self, kind: str) -> list[str]:
         """Names of the processes of a kind: "index", "target", "draft" or "orchestrator"."""
-        return [name for name in self.doors if name.split("-")[0] == kind]
+        return [name for name in self.endpoints if name.split("-")[0] == kind]
 
     def kill(self, name: str) -> None:
         """Kill a process with SIGKILL; it stays down until `restart`."""
@@ -123,12 +123,12 @@ class ChaosCluster:
         if name not in (*self.names("target"), *self.names("draft")):
             return True
         used = [await self._used_addresses(address) for address in self.orchestrators]
-        return any(self.doors[name].address in addresses for addresses in used)
+        return any(self.endpoints[name].address in addresses for addresses in used)
 
     async def watched(self) -> None:
         """Restart and count processes that end by themselves, until cancelled."""
         while True:
-            for name in self.doors:
+            for name in self.endpoints:
                 child = self._cluster.children[name]
                 if name not in self._down and child.has_ended():
                     self.unplanned_ends[f"{name.split('-')[0]}: {child.process.returncode}"] += 1
@@ -140,7 +140,7 @@ class ChaosCluster:
 
     async def _num_used(self, address: str) -> tuple[int, int]:
         used = await self._used_addresses(address)
-        targets, drafts = ([self.doors[name].address for name in self.names(kind)] for kind in ("target", "draft"))
+        targets, drafts = ([self.endpoints[name].address for name in self.names(kind)] for kind in ("target", "draft"))
         return len(used & set(targets)), len(used & set(drafts))
 
     async def _used_addresses(self, orchestrator: str) -> set[str]:
@@ -175,22 +175,24 @@ async def chaos_cluster(
         stack.callback(cluster.stop_all)
         cluster.start_index()
         index_port = int(cluster.index_url.rpartition(":")[2])
-        doors = {INDEX: Door(index_port, await stack.enter_async_context(LinkProxy(index_port).running()), None)}
+        endpoints = {
+            INDEX: Endpoint(index_port, await stack.enter_async_context(LinkProxy(index_port).running()), None)
+        }
         for kind, replicas in configs.items():
             for number, config in enumerate(replicas):
                 name = f"{kind}-{number}"
-                doors[name] = await _open_door(stack, name, rng, on_verify)
-                cluster.start(name, _command(kind, config, doors[name], doors[INDEX].address))
-        running = ChaosCluster(cluster, doors, cluster.index_url)
+                endpoints[name] = await _open_endpoint(stack, name, rng, on_verify)
+                cluster.start(name, _command(kind, config, endpoints[name], endpoints[INDEX].address))
+        running = ChaosCluster(cluster, endpoints, cluster.index_url)
         watch = asyncio.create_task(running.watched())
         stack.callback(watch.cancel)
         await running.wait_until_usable(REPLICAS, REPLICAS)
         yield running
 
 
-async def _open_door(
+async def _open_endpoint(
     stack: AsyncExitStack, name: str, rng: random.Random, on_verify: Callable[[str, bytes], None]
-) -> Door:
+) -> Endpoint:
     port, calls = free_port(LOCALHOST), None
 
     def heard(method: str, request: bytes) -> None:
@@ -200,11 +202,15 @@ async def _open_door(
     if not name.startswith("orchestrator"):
         calls = await stack.enter_async_context(CallProxy(port, random.Random(rng.random()), heard).running())
     link = await stack.enter_async_context(LinkProxy(calls.port if calls else port).running())
-    return Door(port, link, calls)
+    return Endpoint(port, link, calls)
 
 
-def _command(kind: str, config: ServiceConfig, door: Door, index: str) -> Sequence[str]:
+def _command(kind: str, config: ServiceConfig, endpoint: Endpoint, index: str) -> Sequence[str]:
     flags = to_flags(config)
-    for name, value in (("port", door.port), ("advertise-port", door.link.port), ("index-url", f"redis://{index}")):
+    for name, value in (
+        ("port", endpoint.port),
+        ("advertise-port", endpoint.link.port),
+        ("index-url", f"redis://{index}"),
+    ):
         flags[flags.index(f"--{name}") + 1] = str(value)
     return python(MODULES[kind], *flags)

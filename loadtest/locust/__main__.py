@@ -58,7 +58,7 @@ DEFAULT_USERS, MOST_USERS = 8, 512  # who wait for their answers; to whom users 
 DAY = 86_400.0  # seconds, the most that a test may take
 
 
-class Doors(NamedTuple):
+class Apis(NamedTuple):
     """Addresses of the system under test."""
 
     address: str  # of gRPC
@@ -66,21 +66,21 @@ class Doors(NamedTuple):
 
 
 @asynccontextmanager
-async def system(arguments: argparse.Namespace) -> AsyncIterator[Doors]:
+async def system(arguments: argparse.Namespace) -> AsyncIterator[Apis]:
     """The system given by --address and --http, or a newly started one."""
     if arguments.address or arguments.http:
-        yield Doors(arguments.address, arguments.http)
+        yield Apis(arguments.address, arguments.http)
         return
     async with launched(stack_settings(arguments.simulate), lambda _: None) as cluster:
-        yield Doors(cluster.address, await http_url_of(cluster.address))
+        yield Apis(cluster.address, await http_url_of(cluster.address))
 
 
-def plan_from(arguments: argparse.Namespace, doors: Doors, samples: Path) -> Plan:
+def plan_from(arguments: argparse.Namespace, apis: Apis, samples: Path) -> Plan:
     """The plan for locust's process."""
     return Plan(
-        doors=tuple(arguments.doors),
-        address=doors.address,
-        http_url=doors.http_url,
+        apis=tuple(arguments.doors),
+        address=apis.address,
+        http_url=apis.http_url,
         kinds=arguments.mix,
         conversations=arguments.conversations,
         turns=arguments.turns,
@@ -155,15 +155,15 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     objective = Objective(arguments.slo_ttft or math.inf, arguments.slo_tpot or math.inf)
     with TemporaryDirectory() as folder:
         samples_path = Path(folder) / "samples.jsonl"
-        async with system(arguments) as doors:
-            plan = plan_from(arguments, doors, samples_path)
+        async with system(arguments) as apis:
+            plan = plan_from(arguments, apis, samples_path)
             await run_locust(plan, arguments)
         samples, bent_at = read_samples(samples_path), plan.read_bent_at()
     seconds = span_seconds(samples)
-    by_door = {door: [sample for sample in samples if sample.door == door] for door in arguments.doors}
+    by_api = {api: [sample for sample in samples if sample.api == api] for api in arguments.doors}
     return {
         **summarise(samples, seconds, objective),
-        "doors": {door: summarise(each, seconds, objective) for door, each in by_door.items()},
+        "doors": {api: summarise(each, seconds, objective) for api, each in by_api.items()},
         "offered_requests_per_second": offered_rate(samples) if arguments.rate else None,
         "steps": steps(samples) if arguments.step_users else [],
         "bent_at_users": bent_at or None,

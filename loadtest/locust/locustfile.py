@@ -19,8 +19,8 @@ from locust import LoadTestShape, User, events, task
 from locust.exception import StopUser
 
 from loadtest.common.prompts import load_prompts
+from loadtest.locust.apis import Api, Conversation, GrpcApi, HttpApi
 from loadtest.locust.climb import Climb
-from loadtest.locust.doors import Conversation, Door, GrpcDoor, HttpDoor
 from loadtest.locust.plan import Mix, Question, holds_conversations, plan_from_environment
 from loadtest.locust.samples import UNFINISHED, Sample, write_sample
 
@@ -34,20 +34,20 @@ numbers = itertools.count()
 is_stopping = Event()  # set at the end of the test: no new requests
 
 
-def open_door(number: int) -> Door:
+def open_api(number: int) -> Api:
     """The client of a user, by its number from 0."""
-    if PLAN.doors[number % len(PLAN.doors)] == "grpc":
-        return GrpcDoor(PLAN.address, PLAN.timeout_seconds, STARTED)
-    return HttpDoor(PLAN.http_url, PLAN.timeout_seconds, STARTED)
+    if PLAN.apis[number % len(PLAN.apis)] == "grpc":
+        return GrpcApi(PLAN.address, PLAN.timeout_seconds, STARTED)
+    return HttpApi(PLAN.http_url, PLAN.timeout_seconds, STARTED)
 
 
-def ask(environment: Any, door: Door, conversation: Conversation, question: Question, users: int) -> Sample:
+def ask(environment: Any, api: Api, conversation: Conversation, question: Question, users: int) -> Sample:
     """Send a request and record it; requests cut off by the end of the test are marked as such."""
     began = time.monotonic() - STARTED
     try:
-        sample = door.ask(conversation, question, users)
+        sample = api.ask(conversation, question, users)
     except gevent.GreenletExit:
-        write_sample(FILE, Sample(door.name, began, time.monotonic() - STARTED - began, users=users, error=UNFINISHED))
+        write_sample(FILE, Sample(api.name, began, time.monotonic() - STARTED - began, users=users, error=UNFINISHED))
         raise
     note(environment, sample)
     return sample
@@ -58,7 +58,7 @@ def note(environment: Any, sample: Sample) -> None:
     SAMPLES.append(sample)
     write_sample(FILE, sample)
     fire = environment.events.request.fire
-    common = {"request_type": sample.door, "response_length": sample.num_tokens, "context": {}, "response": None}
+    common = {"request_type": sample.api, "response_length": sample.num_tokens, "context": {}, "response": None}
     if sample.error:
         name = "refused" if sample.is_refused else "whole answer"
         problem = None if sample.is_refused else RuntimeError(sample.error)
@@ -81,12 +81,12 @@ class Person(User):
         """Give the user a connection, a client and a sequence of questions."""
         self.number = next(numbers)
         self.mix = Mix(PLAN.kinds, load_prompts(), PLAN.seed + self.number)
-        self.door = open_door(self.number)
-        self.holds_conversations = holds_conversations(self.number // len(PLAN.doors), PLAN.conversations)
+        self.api = open_api(self.number)
+        self.holds_conversations = holds_conversations(self.number // len(PLAN.apis), PLAN.conversations)
 
     def on_stop(self) -> None:
         """Close the user's connection."""
-        self.door.close()
+        self.api.close()
 
     @task
     def live(self) -> None:
@@ -97,7 +97,7 @@ class Person(User):
         conversation = Conversation.begin() if self.holds_conversations else Conversation()
         for _ in range(PLAN.turns if self.holds_conversations else 1):
             num_users = self.environment.runner.user_count
-            sample = ask(self.environment, self.door, conversation, self.mix.question(), num_users)
+            sample = ask(self.environment, self.api, conversation, self.mix.question(), num_users)
             gevent.sleep(sample.retry_seconds if sample.is_refused else self.mix.pause(PLAN.think_seconds))
             if sample.error:
                 return
@@ -116,11 +116,11 @@ class Person(User):
             pool.kill()
 
     def _arrive(self, number: int, num_open: int) -> None:
-        door = open_door(number)
+        api = open_api(number)
         try:
-            ask(self.environment, door, Conversation(), self.mix.question(), num_open)
+            ask(self.environment, api, Conversation(), self.mix.question(), num_open)
         finally:
-            door.close()
+            api.close()
 
 
 if PLAN.step_users:

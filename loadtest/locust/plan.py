@@ -85,7 +85,7 @@ VARIABLE: Final = "LOADTEST_PLAN"  # environment variable
 class Plan:
     """Users and their behaviour."""
 
-    doors: tuple[str, ...]  # "grpc", "http": APIs among which users are distributed
+    apis: tuple[str, ...]  # "grpc", "http": APIs among which users are distributed
     address: str  # of gRPC
     http_url: str  # without /v1
     kinds: tuple[Kind, ...]
@@ -124,4 +124,4 @@ def plan_from_environment() -> Plan:
     """Read what `to_environment` wrote. Raises KeyError if it is missing, as when locust was started by hand."""
     values = json.loads(os.environ[VARIABLE])
     kinds = tuple(Kind(**kind) for kind in values.pop("kinds"))
-    return Plan(**{**values, "kinds": kinds, "doors": tuple(values["doors"])})
+    return Plan(**{**values, "kinds": kinds, "apis": tuple(values["apis"])})

@@ -24,7 +24,7 @@ MOST_ERROR_CHARACTERS = 500
 class Reading:
     """A running stream, from the moment of creation."""
 
-    door: str
+    api: str
     started: float = 0.0  # start of the load test on the monotonic clock
     arrivals: Arrivals = field(default_factory=lambda: Arrivals(time.monotonic()))
     texts: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Reading:
         """The sample of the stream so far."""
         arrivals = self.arrivals
         return Sample(
-            self.door,
+            self.api,
             arrivals.began - self.started,
             time.monotonic() - arrivals.began,
             arrivals.first_token_seconds,

@@ -17,7 +17,7 @@ UNFINISHED = "the test ended first"  # error of requests cut off by the end of t
 class Sample:
     """One request. Times are in seconds; they are 0 for a request without tokens."""
 
-    door: str  # "grpc" or "http"
+    api: str  # "grpc" or "http"
     began: float  # since the start of the test
     seconds: float  # from the request to its end
     first_token_seconds: float = 0.0  # TTFT: from the request to the first event with tokens

@@ -20,7 +20,7 @@ from typing import Any
 from loadtest.common.stacks import http_url_of
 from loadtest.locust.samples import Objective, Sample, percentile
 from loadtest.served.stack import stack, write_profile
-from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
+from loadtest.served.streams import Api, Ask, GrpcApi, HttpApi, closed_loop
 
 RUNNING, WAITING = 16, 4  # a request waits for about a quarter of an answer, some 1 s of the objective's 4
 SWEEP_SECONDS = 0.2
@@ -89,14 +89,14 @@ class Offered:
         }
 
 
-async def offer(doors: Sequence[Door], rate: float, seconds: float, seed: int) -> Offered:
+async def offer(apis: Sequence[Api], rate: float, seconds: float, seed: int) -> Offered:
     """Send requests to the APIs in turn as a Poisson process, without waiting; running ones may finish at the end."""
     rng, began = random.Random(seed), time.monotonic()
     due, lateness, tasks = began, list[float](), list[asyncio.Future[Sample]]()
     while (due := due + rng.expovariate(rate)) < began + seconds:
         await asyncio.sleep(due - time.monotonic())
         lateness.append(time.monotonic() - due)
-        tasks.append(asyncio.ensure_future(doors[len(tasks) % len(doors)](_ask(f"question {seed}", len(tasks)))))
+        tasks.append(asyncio.ensure_future(apis[len(tasks) % len(apis)](_ask(f"question {seed}", len(tasks)))))
     return Offered([await task for task in tasks], began, seconds, lateness)
 
 
@@ -104,11 +104,11 @@ def _ask(text: str, number: int) -> Ask:
     return Ask(f"{text} {number}", random.Random(number).randint(*ANSWER_TOKENS), seed=number)
 
 
-async def climb(doors: Sequence[Door], rate: float, seconds: float, seed: int) -> list[Offered]:
+async def climb(apis: Sequence[Api], rate: float, seconds: float, seed: int) -> list[Offered]:
     """Offer rates from `rate` on, until `STEPS_PAST_PEAK` of them had less goodput than the best one."""
     steps: list[Offered] = []
     while len(steps) < MOST_STEPS and not _is_past_peak([step.goodput for step in steps]):
-        steps.append(await offer(doors, rate, seconds, seed + len(steps)))
+        steps.append(await offer(apis, rate, seconds, seed + len(steps)))
         rate *= CLIMB
     return steps
 
@@ -126,17 +126,17 @@ async def overload(seconds: float, seed: int) -> dict[str, Any]:
         flags = ["--max-running", str(RUNNING), "--max-waiting", str(WAITING)]
         async with stack(profile, flags) as running:
             address = running.addresses("orchestrator")[0]
-            grpc_door, http_door = GrpcDoor(address), HttpDoor(await http_url_of(address))
-            doors: list[Door] = [grpc_door, http_door]
+            grpc_api, http_api = GrpcApi(address), HttpApi(await http_url_of(address))
+            apis: list[Api] = [grpc_api, http_api]
             began = time.monotonic()
-            waited = await closed_loop(doors, RUNNING, seconds, lambda number: _ask("user", number))
+            waited = await closed_loop(apis, RUNNING, seconds, lambda number: _ask("user", number))
             capacity = sum(not sample.error for sample in waited) / (time.monotonic() - began)
-            steps = await climb(doors, FIRST_SHARE * max(capacity, 0.1), seconds, seed)
+            steps = await climb(apis, FIRST_SHARE * max(capacity, 0.1), seconds, seed)
             best = max(steps, key=lambda step: step.goodput)
-            beyond = await offer(doors, FACTOR * best.good_requests_per_second or FACTOR, seconds, seed + MOST_STEPS)
-            again = await offer(doors, best.requests_per_second, seconds, seed + MOST_STEPS + 1)
-            await grpc_door.close()
-            await http_door.close()
+            beyond = await offer(apis, FACTOR * best.good_requests_per_second or FACTOR, seconds, seed + MOST_STEPS)
+            again = await offer(apis, best.requests_per_second, seconds, seed + MOST_STEPS + 1)
+            await grpc_api.close()
+            await http_api.close()
     return overload_figures(steps, again, beyond)
 
 
@@ -155,19 +155,19 @@ def overload_figures(steps: Sequence[Offered], again: Offered, beyond: Offered) 
         "refusal_p99_seconds": _refusal_seconds(refused, 99),
         "refusal_max_seconds": _refusal_seconds(refused, 100),
         "refused_without_delay": sum(sample.retry_seconds <= 0 for sample in refused),
-        "refusals_by_api": _by_door(refused),
+        "refusals_by_api": _by_api(refused),
         "climb": [step.figures() for step in steps],
         "peak_again": [again.figures()],
     }
 
 
-def _by_door(refused: Sequence[Sample]) -> Mapping[str, Mapping[str, Any]]:
+def _by_api(refused: Sequence[Sample]) -> Mapping[str, Mapping[str, Any]]:
     """Each API's refusals: their number, how soon they came, and their retry delays."""
     found: dict[str, dict[str, Any]] = {}
-    for door in sorted({sample.door for sample in refused}):
-        own = [sample for sample in refused if sample.door == door]
+    for api in sorted({sample.api for sample in refused}):
+        own = [sample for sample in refused if sample.api == api]
         delays = [sample.retry_seconds for sample in own]
-        found[door] = {
+        found[api] = {
             "refused": len(own),
             "p99_seconds": _refusal_seconds(own, 99),
             "max_seconds": _refusal_seconds(own, 100),

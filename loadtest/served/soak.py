@@ -19,7 +19,7 @@ from bough.registry.registry import ENDED_SECONDS
 from loadtest.common.stacks import http_url_of
 from loadtest.locust.samples import Sample, percentile
 from loadtest.served.stack import Stack, stack, write_profile
-from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
+from loadtest.served.streams import Api, Ask, GrpcApi, HttpApi, closed_loop
 
 SWEEP_SECONDS = 0.02
 ANSWER_TOKENS = 16
@@ -57,8 +57,8 @@ async def snapshot(running: Stack, url: str, tls: ssl.SSLContext | None = None) 
     client = redis.asyncio.Redis.from_url(running.index_url)
     figures["index"]["keys"] = await client.dbsize()
     await client.aclose()
-    async with httpx.AsyncClient(trust_env=False, verify=tls or False) as door:
-        num_tasks = tasks_in((await door.get(f"{url}/metrics")).text)
+    async with httpx.AsyncClient(trust_env=False, verify=tls or False) as api:
+        num_tasks = tasks_in((await api.get(f"{url}/metrics")).text)
     for name in figures:
         if name.startswith("orchestrator"):
             figures[name]["tasks"] = num_tasks
@@ -107,10 +107,10 @@ async def soak(seconds: float, users: int) -> dict[str, Any]:
         async with stack(write_profile(Path(folder), SWEEP_SECONDS), ["--max-running", str(users)]) as running:
             address = running.addresses("orchestrator")[0]
             url = await http_url_of(address)
-            grpc_door, http_door = GrpcDoor(address), HttpDoor(url)
-            doors: list[Door] = [grpc_door, http_door]
+            grpc_api, http_api = GrpcApi(address), HttpApi(url)
+            apis: list[Api] = [grpc_api, http_api]
             load = asyncio.create_task(
-                closed_loop(doors, users, seconds, lambda n: Ask(f"question {n}", ANSWER_TOKENS, seed=n))
+                closed_loop(apis, users, seconds, lambda n: Ask(f"question {n}", ANSWER_TOKENS, seed=n))
             )
             began, snapshots, uses = time.monotonic(), [], []
             while not load.done():
@@ -118,8 +118,8 @@ async def soak(seconds: float, users: int) -> dict[str, Any]:
                 snapshots.append((time.monotonic() - began, await snapshot(running, url)))
                 uses.append((time.monotonic(), {n: processor_use(i) for n, i in running.process_ids().items()}))
             samples = load.result()
-            await grpc_door.close()
-            await http_door.close()
+            await grpc_api.close()
+            await http_api.close()
     growth = _growth(snapshots, seconds)
     leaking = leaks(growth, in_flight=users) + keys_beyond(snapshots, samples, began)
     work = _work(samples, uses, began, seconds)

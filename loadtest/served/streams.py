@@ -32,10 +32,10 @@ class Ask:
     timeout_seconds: float = 600.0
 
 
-Door = Callable[[Ask], Awaitable[Sample]]
+Api = Callable[[Ask], Awaitable[Sample]]
 
 
-class GrpcDoor:
+class GrpcApi:
     """A gRPC client without resuming, which would hide failures."""
 
     def __init__(self, address: str) -> None:
@@ -64,7 +64,7 @@ class GrpcDoor:
         return reading.sample()
 
 
-class HttpDoor:
+class HttpApi:
     """A client of `/v1/chat/completions` with streaming, at an orchestrator's port or behind a proxy."""
 
     def __init__(self, url: str, name: str = "http") -> None:
@@ -97,7 +97,7 @@ class HttpDoor:
 
 
 async def closed_loop(
-    doors: Sequence[Door], num_users: int, seconds: float, ask_of: Callable[[int], Ask]
+    apis: Sequence[Api], num_users: int, seconds: float, ask_of: Callable[[int], Ask]
 ) -> list[Sample]:
     """Run users who send a new request after each answer, distributed among the APIs, for the given time."""
     samples: list[Sample] = []
@@ -105,7 +105,7 @@ async def closed_loop(
 
     async def live(user: int) -> None:
         while time.monotonic() - began < seconds:
-            sample = await doors[user % len(doors)](ask_of(next(numbers)))
+            sample = await apis[user % len(apis)](ask_of(next(numbers)))
             samples.append(replace(sample, users=num_users))
             if sample.is_refused:
                 await asyncio.sleep(min(sample.retry_seconds, seconds))

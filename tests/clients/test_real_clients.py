@@ -40,7 +40,7 @@ ENVIRONMENT = {
 
 
 class Served(NamedTuple):
-    """Where the two doors are."""
+    """The addresses of both APIs."""
 
     grpc: str
     base_url: str  # with /v1

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.pipeline
 
 
 async def test_programs_with_certificates_are_supervised_and_reached(index_url: str, tmp_path: Path) -> None:
-    """Serve's proxy comes to the door over https, also when a certificate changes."""
+    """Serve's proxy reaches the orchestrator over https, also after a certificate changes."""
     authority = Authority()
     files = authority.files(tmp_path)
     tls = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.authority, "namespace": "tls"}

@@ -16,7 +16,7 @@ requests = pytest.importorskip("starlette.requests")
 from starlette.responses import JSONResponse, PlainTextResponse  # noqa: E402  # where it is not, these cannot be imported
 
 from deploy import forward  # noqa: E402
-from deploy.forward import Door, Forwarder  # noqa: E402
+from deploy.forward import Forwarder, WaitingForwarder  # noqa: E402
 from orchestrator.http_api.server import http_serving  # noqa: E402
 from tests.fakes.upstream import Upstream, forwarding, request  # noqa: E402
 from tests.fakes.waiting import until  # noqa: E402
@@ -104,31 +104,31 @@ async def read_to_the_end(upstream: Upstream, response: Any) -> None:
 async def test_requests_wait_while_the_orchestrator_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs goes on meanwhile. Only so many wait, and only so long."""
     monkeypatch.setattr(forward, "MOST_WAITING", 1)
-    door = Door()
+    waiting_forwarder = WaitingForwarder()
     async with forwarding() as (upstream, forwarder), forwarding() as (other, successor):
-        door.open(forwarder)
-        running = await door.forward(request("/v1"))
-        door.pause()
-        waiting = asyncio.create_task(door.forward(request("/v1")))
+        waiting_forwarder.open(forwarder)
+        running = await waiting_forwarder.forward(request("/v1"))
+        waiting_forwarder.pause()
+        waiting = asyncio.create_task(waiting_forwarder.forward(request("/v1")))
         await asyncio.sleep(0)
-        assert (refused := await door.forward(request("/v1"))).status_code == 503
+        assert (refused := await waiting_forwarder.forward(request("/v1"))).status_code == 503
         assert b"and 1 requests wait for it" in refused.body
         assert refused.headers["retry-after"]
         assert not waiting.done()
         await read_to_the_end(upstream, running)
-        await door.close()
-        door.open(successor)
+        await waiting_forwarder.close()
+        waiting_forwarder.open(successor)
         await read_to_the_end(other, await waiting)
         assert (len(upstream.asked), len(other.asked)) == (1, 1)
-        door.pause()
+        waiting_forwarder.pause()
         monkeypatch.setattr(forward, "OPENING_SECONDS", 0.0)
-        assert b"being restarted" in (await door.forward(request("/v1"))).body
+        assert b"being restarted" in (await waiting_forwarder.forward(request("/v1"))).body
 
 
 async def test_an_orchestrator_without_an_http_port_is_reported() -> None:
-    door = Door()
-    door.open(None)
-    assert b"--tls-client-ca" in (await door.forward(request("/v1"))).body
+    waiting_forwarder = WaitingForwarder()
+    waiting_forwarder.open(None)
+    assert b"--tls-client-ca" in (await waiting_forwarder.forward(request("/v1"))).body
 
 
 async def test_refusals_are_returned_with_their_headers() -> None:
@@ -146,14 +146,17 @@ async def test_requests_and_their_bodies_wait_for_an_orchestrator_that_has_ended
 ) -> None:
     """Its supervisor does not know yet that it has ended. A request that has reached none may be sent to the next."""
     monkeypatch.setattr(forward, "AGAIN_SECONDS", 0.0)
-    door = Door()
+    waiting_forwarder = WaitingForwarder()
     async with forwarding() as (upstream, successor), asyncio.timeout(30):
-        door.open(Forwarder("http://127.0.0.1:9"))
-        waiting = [asyncio.create_task(door.forward(request("/refused", body))) for body in (b"", b"x", b"x" * 70_000)]
-        while door._num_waiting < len(waiting):
+        waiting_forwarder.open(Forwarder("http://127.0.0.1:9"))
+        waiting = [
+            asyncio.create_task(waiting_forwarder.forward(request("/refused", body)))
+            for body in (b"", b"x", b"x" * 70_000)
+        ]
+        while waiting_forwarder._num_waiting < len(waiting):
             await asyncio.sleep(0)
-        await door.close()
-        door.open(successor)
+        await waiting_forwarder.close()
+        waiting_forwarder.open(successor)
         for task in waiting:
             response = await task
             assert (response.status_code, await anext(response.body_iterator)) == (429, b'{"error": 1}')
@@ -161,33 +164,35 @@ async def test_requests_and_their_bodies_wait_for_an_orchestrator_that_has_ended
 
 
 async def test_requests_do_not_wait_if_no_orchestrator_will_be_restarted() -> None:
-    door, gone = Door(), Forwarder("http://127.0.0.1:9")
+    waiting_forwarder, gone = WaitingForwarder(), Forwarder("http://127.0.0.1:9")
     for is_shut in (False, True):
-        door.open(gone)
+        waiting_forwarder.open(gone)
         if is_shut:
-            door.pause()
-        waiting = asyncio.create_task(door.forward(request("/v1")))
-        await until(lambda: door._num_waiting)
-        door.give_up()
-        for response in (await waiting, await door.forward(request("/v1"))):
+            waiting_forwarder.pause()
+        waiting = asyncio.create_task(waiting_forwarder.forward(request("/v1")))
+        await until(lambda: waiting_forwarder._num_waiting)
+        waiting_forwarder.give_up()
+        for response in (await waiting, await waiting_forwarder.forward(request("/v1"))):
             assert response.status_code == 503
             assert b"another takes its place" in response.body
     async with forwarding() as (_, forwarder):
-        door.open(forwarder)
-        door.give_up()
-        assert (await door.forward(request("/refused"))).status_code == 429, "while its program runs it answers"
+        waiting_forwarder.open(forwarder)
+        waiting_forwarder.give_up()
+        assert (await waiting_forwarder.forward(request("/refused"))).status_code == 429, (
+            "while its program runs it answers"
+        )
     await gone.close()
 
 
 async def test_requests_wait_again_after_a_replica_recovers() -> None:
     """Serve replaces one only after several checks have failed."""
-    door = Door()
-    door.give_up()
-    door.undo_give_up()
-    waiting = asyncio.create_task(door.forward(request("/refused")))
-    await until(lambda: door._num_waiting)
+    waiting_forwarder = WaitingForwarder()
+    waiting_forwarder.give_up()
+    waiting_forwarder.undo_give_up()
+    waiting = asyncio.create_task(waiting_forwarder.forward(request("/refused")))
+    await until(lambda: waiting_forwarder._num_waiting)
     async with forwarding() as (_, forwarder):
-        door.open(forwarder)
+        waiting_forwarder.open(forwarder)
         assert (await waiting).status_code == 429
 
 
@@ -203,13 +208,13 @@ async def test_a_request_that_an_orchestrator_has_begun_is_not_repeated() -> Non
 
     async with await asyncio.start_server(dying, "127.0.0.1", 0) as server, asyncio.timeout(30):
         forwarder = Forwarder(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        door = Door()
-        door.open(forwarder)
-        response = await door.forward(request("/v1/completions", b"{}"))
+        waiting_forwarder = WaitingForwarder()
+        waiting_forwarder.open(forwarder)
+        response = await waiting_forwarder.forward(request("/v1/completions", b"{}"))
         assert response.status_code == 503
         assert b"the orchestrator does not answer" in response.body
         assert num_asked == 1
-        await door.close()
+        await waiting_forwarder.close()
 
 
 def endless(num_read: list[int], pause_seconds: float = 0.0) -> Any:

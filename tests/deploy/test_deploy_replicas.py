@@ -15,7 +15,7 @@ from bough.errors import ConfigError, Unavailable
 from bough.processes.child import Restarts
 from deploy import app, forward
 from deploy.app import DraftReplica, OrchestratorReplica, build
-from deploy.forward import Door, Forwarder
+from deploy.forward import Forwarder, WaitingForwarder
 from deploy.index import IndexPlace
 from tests.fakes.waiting import until
 
@@ -84,9 +84,9 @@ async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Orchestrator
     await made._end()
 
 
-def waits(door: Door) -> bool:
+def waits(forwarder: WaitingForwarder) -> bool:
     """Whether new requests would wait."""
-    return not door._is_open.is_set()
+    return not forwarder._is_open.is_set()
 
 
 async def restarted(replica: OrchestratorReplica) -> None:
@@ -101,11 +101,11 @@ async def test_an_ended_program_is_restarted_and_requests_wait(replica: Orchestr
     for _ in range(3):  # as many as Serve takes for its end
         await replica.check_health()
         await asyncio.sleep(0)
-    assert waits(replica._door)
+    assert waits(replica._forwarder)
     FakeSupervisor.may_start.set()
     await restarted(replica)
     await replica.check_health()
-    assert not waits(replica._door)
+    assert not waits(replica._forwarder)
     assert first.was_stopped
     assert [(made.settings, made.host, made.index) for made in FakeSupervisor.made] == [
         (first.settings, "127.0.0.1", first.index)
@@ -125,7 +125,7 @@ async def test_a_program_whose_index_has_moved_restarts_with_the_new_one(
     assert [(made.settings, made.host, made.index.url) for made in FakeSupervisor.made] == [
         (first.settings, "127.0.0.1", f"redis://127.0.0.1:{number}") for number in (1, 2)
     ]
-    assert not waits(replica._door)
+    assert not waits(replica._forwarder)
 
 
 async def test_streams_of_an_orchestrator_whose_index_has_moved_end_while_its_successor_serves(
@@ -135,7 +135,7 @@ async def test_streams_of_an_orchestrator_whose_index_has_moved_end_while_its_su
     monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
     await replica.check_health()
     await restarted(replica)
-    assert not waits(replica._door)
+    assert not waits(replica._forwarder)
     assert [made.index.url[-1] for made in FakeSupervisor.made] == ["1", "2"]
     FakeSupervisor.may_end.set()
 
@@ -153,7 +153,7 @@ async def test_a_program_restarts_again_if_its_index_moves_again(
     await restarted(replica)
     await replica.check_health()
     assert [made.was_stopped for made in FakeSupervisor.made] == [True, True, False]
-    assert not waits(replica._door)
+    assert not waits(replica._forwarder)
     assert replica._place.url == "redis://127.0.0.1:3"
 
 
@@ -186,7 +186,7 @@ async def test_a_program_that_found_no_index_restarts_once_with_the_present_one(
     monkeypatch.setattr(FakeSupervisor, "start", start)
     await replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}})
     assert [made.index.url[-1] for made in FakeSupervisor.made] == ["1", "1", "2"]
-    assert not waits(replica._door)
+    assert not waits(replica._forwarder)
 
 
 async def test_a_silent_index_has_not_moved(replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,8 @@ async def test_a_program_that_ends_again_or_cannot_start_is_left_to_serve(
     for _ in range(3):
         with pytest.raises((ConfigError, Unavailable), match=problem or "it ended with status 1"):
             await replica.check_health()
-    assert not waits(replica._door)
-    assert replica._door._refusal
+    assert not waits(replica._forwarder)
+    assert replica._forwarder._refusal
     assert len(FakeSupervisor.made) == 2
 
 
@@ -254,7 +254,7 @@ async def test_new_settings_replace_a_program_that_is_being_restarted(replica: O
     await replica.check_health()
     assert [made.was_stopped for made in FakeSupervisor.made] == [True, True, False]
     assert FakeSupervisor.made[-1].settings.config.max_running == 7
-    assert not waits(replica._door)
+    assert not waits(replica._forwarder)
 
 
 async def test_a_check_overtaken_by_a_redeploy_ends_nothing(
@@ -281,10 +281,10 @@ async def test_streams_of_an_orchestrator_end_while_its_successor_serves(replica
     """They were cut off after the drain, as the successor waited for it, and so did everybody who came meanwhile."""
     (first,) = FakeSupervisor.made
     FakeSupervisor.may_end.clear()
-    before = replica._door._forwarder
+    before = replica._forwarder._forwarder
     await replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}})
-    assert not waits(replica._door)
-    assert replica._door._forwarder is not before
+    assert not waits(replica._forwarder)
+    assert replica._forwarder._forwarder is not before
     await until(lambda: first.was_stopped)
     assert before is not None
     assert not before._session.closed
@@ -311,10 +311,10 @@ async def test_requests_wait_until_a_successor_has_a_target(
     monkeypatch.setattr(FakeSupervisor, "until_ready", until_ready)
     redeploying = asyncio.create_task(replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}}))
     await until(lambda: limits)
-    assert waits(replica._door)
+    assert waits(replica._forwarder)
     has_target.set()
     await redeploying
-    assert not waits(replica._door)
+    assert not waits(replica._forwarder)
     assert limits[0] < forward.OPENING_SECONDS, "after which they are refused"
 
 
@@ -340,7 +340,7 @@ async def test_a_successor_whose_index_moves_does_not_wait_for_a_target(
     await restarted(replica)
     last = FakeSupervisor.made[-1]
     assert (last.index.url, last.settings.config.max_running) == ("redis://127.0.0.1:2", 7)
-    assert not waits(replica._door)
+    assert not waits(replica._forwarder)
 
 
 async def test_a_change_of_rank_restarts_nothing(replica: OrchestratorReplica) -> None:

@@ -16,7 +16,7 @@ from deploy.forward import Forwarder
 
 @dataclass(slots=True)
 class Upstream:
-    """An orchestrator's door: it remembers what it was asked, and sends one piece for each set of `go_on`."""
+    """An orchestrator's HTTP API: it records requests, and sends one piece for each set of `go_on`."""
 
     go_on: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     asked: list[tuple[str, str, bytes, dict[str, str]]] = field(default_factory=list)

@@ -13,7 +13,7 @@ import pytest
 from orchestrator.http_api import body
 from tests.fakes.http_stack import error_of
 from tests.fakes.waiting import PATIENCE_SECONDS
-from tests.orchestrator.test_keys_at_the_doors import ALICE, BOB, BODY, Guarded, answer, guarded, refusal
+from tests.orchestrator.test_keys_over_both_apis import ALICE, BOB, BODY, Guarded, answer, guarded, refusal
 
 pytestmark = pytest.mark.slow  # running services are called
 PATH = "/v1/completions"
@@ -21,9 +21,9 @@ NUM_BYTES = 3000
 
 
 @asynccontextmanager
-async def slow_body(door: Guarded, key: str, num_sent: int) -> AsyncIterator[None]:
+async def slow_body(endpoint: Guarded, key: str, num_sent: int) -> AsyncIterator[None]:
     """A request whose body does not end."""
-    port = httpx.URL(door.orchestrator.requests.http_url).port
+    port = httpx.URL(endpoint.orchestrator.requests.http_url).port
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n"
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"{head}content-length: {NUM_BYTES}\r\n\r\n".encode() + b"{" * num_sent)
@@ -42,10 +42,10 @@ async def test_slow_bodies_of_one_key_leave_room_for_others(
     """One key had all connections, or all bytes, for a minute at a time, however few requests it was allowed."""
     monkeypatch.setattr(body, "connection_limit", lambda **_: most)
     monkeypatch.setattr(body, "MAX_ALL_BYTES", num_bytes)
-    async with guarded(tmp_path) as door, door.http(ALICE) as alice, door.http(BOB) as bob:
+    async with guarded(tmp_path) as endpoint, endpoint.http(ALICE) as alice, endpoint.http(BOB) as bob:
         async with (
-            slow_body(door, ALICE, num_sent),
-            slow_body(door, ALICE, num_sent),
+            slow_body(endpoint, ALICE, num_sent),
+            slow_body(endpoint, ALICE, num_sent),
             asyncio.timeout(PATIENCE_SECONDS),
         ):
             while (response := await alice.post(PATH, json=BODY)).status_code != 429:
@@ -61,14 +61,14 @@ async def test_slow_bodies_of_one_key_leave_room_for_others(
 async def test_refused_callers_are_counted(tmp_path: Path) -> None:
     """Metrics count unknown keys and limits of keys that were reached."""
     async with (
-        guarded(tmp_path, tokens_per_minute=1) as door,
-        door.client(ALICE) as alice,
-        door.client("sk") as stranger,
+        guarded(tmp_path, tokens_per_minute=1) as endpoint,
+        endpoint.client(ALICE) as alice,
+        endpoint.client("sk") as stranger,
     ):
         await answer(alice)
         await refusal(answer(alice))
         await refusal(answer(stranger))
-        async with door.http("sk-nobody") as http, door.http(BOB) as bob:
+        async with endpoint.http("sk-nobody") as http, endpoint.http(BOB) as bob:
             assert (await http.get("/metrics")).status_code == 401
             assert (await bob.post(PATH, json=BODY | {"n": 10})).status_code == 200
             figures = (await bob.get("/metrics")).text

@@ -1,4 +1,4 @@
-"""Answers that must be JSON, match a regular expression, or be one of some texts, from real models through both doors.
+"""Answers that must be JSON, match a regular expression, or be one of some texts, from real models through both APIs.
 
 That trees change nothing of them is shown in `test_equality.py`.
 """

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens: those that generating the same text reports, bit for bit, over both doors."""
+"""Log-probabilities of a prompt's tokens: those that generating the same text reports, bit for bit, over both APIs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Traced:
             return [event async for event in call]
 
     async def http(self) -> httpx.AsyncClient:
-        """A client of the other door."""
+        """A client of the HTTP API."""
         async with Client(self.cluster.address) as client:
             return httpx.AsyncClient(base_url=(await client.server_info()).http_url, timeout=60)
 

@@ -1,4 +1,4 @@
-"""The intruder gets in nowhere; and it is one that would, where a door stands open."""
+"""The intruder gets in nowhere; and it is one that would, where a endpoint stands open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.intruder import other_doors, strangers, tenants
+from tests.fakes.intruder import other_ports, strangers, tenants
 from tests.fakes.intruder.certificates import at_certificates, secured
 from tests.fakes.intruder.stage import Stage, new_secrets, staged
 from tests.fakes.intruder.tally import Tally
@@ -43,12 +43,12 @@ async def intrude(stage: Stage, tally: Tally, folder: Path) -> None:
     await strangers.at_grpc(tally, stage.addresses, stage.secrets)
     await strangers.at_http(tally, stage.url, stage.secrets)
     await strangers.controls(tally, stage.addresses, stage.url, stage.secrets)
-    await other_doors.at_forwarder(tally, stage)
-    await other_doors.at_metrics(tally, stage)
-    await other_doors.at_index(tally, stage, folder)
-    doors = tenants.Doors(stage.addresses["orchestrator"], stage.url, stage.figures, stage.secrets)
-    await tenants.try_names(tally, doors)
-    await tenants.try_prompts(tally, doors)
+    await other_ports.at_forwarder(tally, stage)
+    await other_ports.at_metrics(tally, stage)
+    await other_ports.at_index(tally, stage, folder)
+    endpoints = tenants.Endpoints(stage.addresses["orchestrator"], stage.url, stage.figures, stage.secrets)
+    await tenants.try_names(tally, endpoints)
+    await tenants.try_prompts(tally, endpoints)
 
 
 @pytest.mark.slow

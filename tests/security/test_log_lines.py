@@ -27,7 +27,7 @@ from bough.runtime.log_lines import (
     say_error,
     shown,
 )
-from bough.telemetry.logs import AT_THE_DOOR, JsonFormatter, TextFormatter
+from bough.telemetry.logs import ABOUT_CLIENTS, JsonFormatter, TextFormatter
 from orchestrator.http_api.server import http_serving
 from tests.fakes.fleet import Fleet
 from tests.fakes.streams import OPTIONS, PROMPT, read
@@ -122,25 +122,25 @@ async def test_a_sessions_name_adds_no_line(fakes: Fleet, caplog: pytest.LogCapt
 def test_no_client_can_fill_the_disk_with_log_lines() -> None:
     """A request that is none had a line each, or two, from whoever reached the port; so had a failed handshake."""
     now, told = [1000.0], list[str]()
-    sparing = SparingFilter(("door",), lambda: now[0])
+    sparing = SparingFilter(("clients",), lambda: now[0])
 
-    def knock(logger: str, lineno: int) -> None:
+    def log(logger: str, lineno: int) -> None:
         record = logging.LogRecord(logger, logging.WARNING, "f", lineno, "no: %s", ("x%",), None)
         if sparing.filter(record):
             told.append(record.getMessage())
 
     for _ in range(1000):
-        knock("door", 1)
-    knock("door", 2)
+        log("clients", 1)
+    log("clients", 2)
     assert told == ["no: x%"] * (MAX_LINES_A_MINUTE + 1)
     for _ in range(1000):
-        knock("inside", 1)
+        log("inside", 1)
     assert len(told) == MAX_LINES_A_MINUTE + 1001
     now[0] += 60.0
     del told[:]
-    knock("door", 1)
-    knock("door", 1)
-    knock("door", 2)
+    log("clients", 1)
+    log("clients", 1)
+    log("clients", 2)
     assert told == [f"no: x% ({1000 - MAX_LINES_A_MINUTE} such lines before were left out)", "no: x%", "no: x%"]
 
 
@@ -154,4 +154,4 @@ async def test_log_lines_about_clients_are_rate_limited(caplog: pytest.LogCaptur
             writer.close()
     names = {record.name for record in caplog.records if record.levelno >= logging.WARNING}
     assert names
-    assert names <= set(AT_THE_DOOR)
+    assert names <= set(ABOUT_CLIENTS)

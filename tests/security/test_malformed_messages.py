@@ -13,7 +13,7 @@ import pytest
 from bough.pb import draft_pb2, generation_pb2, target_pb2
 from tests.fakes.fuzz import other_protocols
 from tests.fakes.fuzz.decoding import Layer, all_layers, in_process, problem_of
-from tests.fakes.fuzz.http_door import Answer, HttpConnection
+from tests.fakes.fuzz.http_port import Answer, HttpConnection
 from tests.fakes.fuzz.mutation import Mutator
 from tests.fakes.fuzz.ordinary import GRPC, OF_WORKERS
 from tests.fakes.fuzz.outcomes import Outcomes

@@ -1,4 +1,4 @@
-"""`bough up` opens both front doors and says how to come in."""
+"""`bough up` opens both APIs and prints how to call them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from bough.config.addresses import free_port
 from bough.security.certificates import CertificateFiles
 from deploy.index import IndexServer
 from deploy.settings import IndexSettings
-from tests.fakes.fuzz.http_door import close_side
+from tests.fakes.fuzz.http_port import close_side
 from tests.fakes.fuzz.mutation import Mutator
 from tests.fakes.fuzz.outcomes import ANSWER_SECONDS, Outcomes
 

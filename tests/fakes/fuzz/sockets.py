@@ -25,9 +25,9 @@ from loadtest.common.stacks import http_url_of
 from loadtest.served.soak import Snapshot, leaks, snapshot
 from loadtest.served.stack import Stack, stack, write_profile
 from tests.fakes.certificates import Authority, flags_of
-from tests.fakes.fuzz import grpc_door, http_door, other_protocols
-from tests.fakes.fuzz.grpc_door import FrameSender, GrpcSender
-from tests.fakes.fuzz.http_door import HttpSender
+from tests.fakes.fuzz import grpc_port, http_port, other_protocols
+from tests.fakes.fuzz.grpc_port import FrameSender, GrpcSender
+from tests.fakes.fuzz.http_port import HttpSender
 from tests.fakes.fuzz.mutation import Mutator
 from tests.fakes.fuzz.ordinary import OF_WORKERS
 from tests.fakes.fuzz.other_protocols import OtherProtocolSender, Trust, index_behind_tls
@@ -36,9 +36,9 @@ from tests.fakes.fuzz.outcomes import Outcomes
 SWEEP_SECONDS = 0.001
 MAX_CONTEXT = 48  # ends answers without a limit
 MAX_NODES = 8  # of trees, which are no part of this
-SHARES = {http_door.LAYER: 0.5, grpc_door.LAYER: 0.25, grpc_door.FRAMES: 0.1, other_protocols.LAYER: 0.05}
+SHARES = {http_port.LAYER: 0.5, grpc_port.LAYER: 0.25, grpc_port.FRAMES: 0.1, other_protocols.LAYER: 0.05}
 SHARES |= dict.fromkeys(OF_WORKERS, 0.05)
-SENDERS = {http_door.LAYER: 24, grpc_door.LAYER: 6, grpc_door.FRAMES: 12, other_protocols.LAYER: 6}  # at once
+SENDERS = {http_port.LAYER: 24, grpc_port.LAYER: 6, grpc_port.FRAMES: 12, other_protocols.LAYER: 6}  # at once
 SENDERS |= dict.fromkeys(OF_WORKERS, 2)
 NUM_PROCESSES = 4
 BATCH = 5000  # messages between two checks of the processes
@@ -123,9 +123,9 @@ async def _send(running: Stack, ordinary: Ordinary, num_messages: int, seed: str
     if ordinary.index is not None:
         ports[urlsplit(ordinary.index.place.url).netloc] = trust.http
     makes: dict[str, Callable[[Mutator], Sender]] = {
-        http_door.LAYER: lambda mutator: HttpSender(ordinary.url, mutator, outcomes, trust.http),
-        grpc_door.LAYER: lambda mutator: GrpcSender(ordinary.address, mutator, outcomes, credentials=credentials),
-        grpc_door.FRAMES: lambda mutator: FrameSender(ordinary.address, mutator, outcomes, trust.http2),
+        http_port.LAYER: lambda mutator: HttpSender(ordinary.url, mutator, outcomes, trust.http),
+        grpc_port.LAYER: lambda mutator: GrpcSender(ordinary.address, mutator, outcomes, credentials=credentials),
+        grpc_port.FRAMES: lambda mutator: FrameSender(ordinary.address, mutator, outcomes, trust.http2),
         other_protocols.LAYER: lambda mutator: OtherProtocolSender(ports, mutator, outcomes),
         **{kind: partial(_to_worker, running.addresses(kind)[0], trust, outcomes, kind) for kind in OF_WORKERS},
     }

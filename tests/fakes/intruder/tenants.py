@@ -68,7 +68,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class Endpoints:
     """The addresses of the APIs, and of the target's metrics, which only operators see."""
 
     grpc: str
@@ -114,25 +114,25 @@ async def outcome_of(call: Awaitable[object]) -> str:
     return "OK"
 
 
-async def try_names(tally: Tally, doors: Doors) -> None:
+async def try_names(tally: Tally, endpoints: Endpoints) -> None:
     """Bob tries all calls that take a name while Alice's request runs; nothing of hers may change."""
     options = GenerateOptions(
         request_id=REQUEST, session_id=SESSION, max_tokens=400, seed=5, temperature=0.7, ignore_eos=True
     )
-    async with doors.client(doors.secrets.alice) as alice, doors.client(doors.secrets.bob) as bob:
+    async with endpoints.client(endpoints.secrets.alice) as alice, endpoints.client(endpoints.secrets.bob) as bob:
         async with aclosing(alice.generate(prompt_of(1), options)) as events:
             seen = [await anext(events), await anext(events)]
-            await _at_grpc(tally, doors, bob)
-            await _at_http(tally, doors)
+            await _at_grpc(tally, endpoints, bob)
+            await _at_http(tally, endpoints)
             seen += [event async for event in events]
         tokens = sum(len(event.token_ids) for event in seen if isinstance(event, Tokens))
         ends = [event.finish_reason for event in seen if isinstance(event, Finished)]
         tally.control("Alice's request goes on to its end", f"{tokens} {ends}", ["400 ['length']"])
-        await _at_grpc(tally, doors, bob)
-        await _at_http(tally, doors)
+        await _at_grpc(tally, endpoints, bob)
+        await _at_http(tally, endpoints)
         more = replace(options, request_id="", continues=True, max_tokens=1)
         tally.control(
-            "Alice goes on", await outcome_of(doors.raw(doors.secrets.alice, TokenPrompt((5,)), more)), ["OK"]
+            "Alice goes on", await outcome_of(endpoints.raw(endpoints.secrets.alice, TokenPrompt((5,)), more)), ["OK"]
         )
         tally.control("Alice sees why", await outcome_of(alice.decisions(SESSION)), ["OK"])
         tally.control("Alice closes", await outcome_of(alice.close_session(SESSION)), ["OK"])
@@ -143,7 +143,7 @@ def _spelled(name: str) -> list[str]:
     return [name, f"alice::{name}", f"::{name}", f"bob::alice::{name}", f"../alice::{name}", f"alice:{name}", "alice::"]
 
 
-async def _at_grpc(tally: Tally, doors: Doors, bob: Client) -> None:
+async def _at_grpc(tally: Tally, endpoints: Endpoints, bob: Client) -> None:
     for session, request in zip(_spelled(SESSION), _spelled(REQUEST), strict=True):
         more = GenerateOptions(session_id=session, continues=True, max_tokens=1, seed=5)
         again = GenerateOptions(
@@ -154,63 +154,63 @@ async def _at_grpc(tally: Tally, doors: Doors, bob: Client) -> None:
             (f"CloseSession {session}", bob.close_session(session)),
             (f"GetDecisions {request}", bob.decisions(request)),
             (f"GetDecisions {session}", bob.decisions(session)),
-            (f"continue {session}", doors.raw(doors.secrets.bob, TokenPrompt((5,)), more)),
-            (f"resume {request}", doors.raw(doors.secrets.bob, prompt_of(1), again)),
+            (f"continue {session}", endpoints.raw(endpoints.secrets.bob, TokenPrompt((5,)), more)),
+            (f"resume {request}", endpoints.raw(endpoints.secrets.bob, prompt_of(1), again)),
         ]
         for what, call in calls:
             tally.attempt(f"Bob: {what}", await outcome_of(call), UNKNOWN)
 
 
-async def _at_http(tally: Tally, doors: Doors) -> None:
-    headers = dict(bearer(doors.secrets.bob))
-    async with httpx.AsyncClient(base_url=doors.http, timeout=60, trust_env=False, headers=headers) as client:
+async def _at_http(tally: Tally, endpoints: Endpoints) -> None:
+    headers = dict(bearer(endpoints.secrets.bob))
+    async with httpx.AsyncClient(base_url=endpoints.http, timeout=60, trust_env=False, headers=headers) as client:
         for name in (*_spelled(REQUEST), *_spelled(SESSION)):
             response = await client.get(f"/decisions/{name}")
             tally.attempt(f"Bob: GET /decisions/{name}", str(response.status_code), UNKNOWN)
 
 
-async def try_prompts(tally: Tally, doors: Doors) -> None:
+async def try_prompts(tally: Tally, endpoints: Endpoints) -> None:
     """Bob sends Alice's prompts; reports and computed tokens must be as if nobody had sent them."""
-    alice, bob = doors.secrets.alice, doors.secrets.bob
+    alice, bob = endpoints.secrets.alice, endpoints.secrets.bob
     options = GenerateOptions(max_tokens=1, temperature=0.0, ignore_eos=True)
-    stranger = await doors.read(bob, prompt_of(2), options)
+    stranger = await endpoints.read(bob, prompt_of(2), options)
     for salt in ("", "alice::", "::", "salt"):
         mine = replace(options, cache_salt=salt)
-        await doors.read(alice, prompt_of(3), mine)
-        again = await doors.read(alice, prompt_of(3), mine)
+        await endpoints.read(alice, prompt_of(3), mine)
+        again = await endpoints.read(alice, prompt_of(3), mine)
         is_found = again.cached_tokens >= (BLOCKS - 1) * BLOCK_TOKENS and again.swept_tokens < stranger.swept_tokens
         tally.control(f"Alice's own prompt is found, salt {salt!r}", "found" if is_found else str(again), ["found"])
     for number, salt in enumerate(("", "alice::", "::", "salt", "alice::salt", "::salt", "bob::")):
         asked = replace(options, cache_salt=salt, session_id=f"guess-{number}")
-        found = await doors.read(bob, prompt_of(3), asked)
+        found = await endpoints.read(bob, prompt_of(3), asked)
         tally.attempt(f"Bob asks Alice's prompt, salt {salt!r}", NEW if found == stranger else str(found), [NEW])
-        await _forget(doors, bob, asked)
-    await _at_once(tally, doors, stranger)
-    await _cached_over_http(tally, doors)
+        await _forget(endpoints, bob, asked)
+    await _at_once(tally, endpoints, stranger)
+    await _cached_over_http(tally, endpoints)
 
 
-async def _forget(doors: Doors, key: str, options: GenerateOptions) -> None:
+async def _forget(endpoints: Endpoints, key: str, options: GenerateOptions) -> None:
     """Delete Bob's own copy, which the next attempt would find."""
-    async with doors.client(key) as client:
+    async with endpoints.client(key) as client:
         await client.close_session(options.session_id)
 
 
-async def _at_once(tally: Tally, doors: Doors, stranger: Read) -> None:
+async def _at_once(tally: Tally, endpoints: Endpoints, stranger: Read) -> None:
     """Both send the same prompt at once: concurrent requests may share no work either."""
     options = GenerateOptions(max_tokens=1, temperature=0.0, ignore_eos=True)
-    before = await Work.now(doors.figures)
+    before = await Work.now(endpoints.figures)
     found = await asyncio.gather(
-        *(doors.told(key, prompt_of(4), options) for key in (doors.secrets.alice, doors.secrets.bob))
+        *(endpoints.told(key, prompt_of(4), options) for key in (endpoints.secrets.alice, endpoints.secrets.bob))
     )
-    done = (await Work.now(doors.figures)).since(before)
+    done = (await Work.now(endpoints.figures)).since(before)
     cached = sum(cached_tokens for _, cached_tokens in found)
     is_apart = cached == 0 and done.computed_tokens == 2 * stranger.computed_tokens
     tally.attempt("both ask the same at once", NEW if is_apart else f"{cached} cached, {done}", [NEW])
 
 
-async def _cached_over_http(tally: Tally, doors: Doors) -> None:
-    headers = dict(bearer(doors.secrets.bob))
-    async with httpx.AsyncClient(base_url=doors.http, timeout=60, trust_env=False, headers=headers) as client:
+async def _cached_over_http(tally: Tally, endpoints: Endpoints) -> None:
+    headers = dict(bearer(endpoints.secrets.bob))
+    async with httpx.AsyncClient(base_url=endpoints.http, timeout=60, trust_env=False, headers=headers) as client:
         for number in (3, 1):
             body = {"prompt": prompt_of(number).token_ids, "max_tokens": 1, "cache_salt": f"http-{number}"}
             usage = (await client.post("/v1/completions", json=body)).json()["usage"]

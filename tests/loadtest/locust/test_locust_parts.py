@@ -107,7 +107,7 @@ def test_samples_survive_their_file_except_for_a_truncated_line(tmp_path: Path) 
     sample = Sample("http", 1.0, 2.0, num_tokens=3, error='a "quoted" word')
     with path.open("w") as file:
         write_sample(file, sample)
-        file.write('{"door": "ht')
+        file.write('{"api": "ht')
     assert read_samples(path) == [sample]
     assert read_samples(tmp_path / "none") == []
 
@@ -271,14 +271,12 @@ class KeptAlive(BaseHTTPRequestHandler):
 
 def test_requests_have_the_same_time_limit_over_http_and_grpc() -> None:
     """Keep-alives gave it more, and what gRPC counted as failed was an answer over HTTP."""
-    doors = pytest.importorskip("loadtest.locust.doors", reason="extra `loadtest`")
+    apis = pytest.importorskip("loadtest.locust.apis", reason="extra `loadtest`")
     with ThreadingHTTPServer(("127.0.0.1", 0), KeptAlive) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        door = doors.HttpDoor(
-            f"http://127.0.0.1:{server.server_port}", 3.0, 0.0
-        )  # of one silence too, on a busy machine
-        sample = door.ask(doors.Conversation(), Question("hello", 1), 1)
-        door.close()
+        api = apis.HttpApi(f"http://127.0.0.1:{server.server_port}", 3.0, 0.0)  # of one silence too, on a busy machine
+        sample = api.ask(apis.Conversation(), Question("hello", 1), 1)
+        api.close()
         server.shutdown()
     assert sample.error == "Timeout: no end within 3 s"
     assert not sample.is_refused

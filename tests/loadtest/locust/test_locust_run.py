@@ -1,4 +1,4 @@
-"""`make loadtest` end to end, for seconds: locust's processes, both doors, the report and the JSON line."""
+"""`make loadtest` end to end, for seconds: locust's processes, both apis, the report and the JSON line."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def test_users_are_answered_over_both_apis(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["failed"] == 0, figures
-    for door in ("grpc", "http"):
-        assert figures["doors"][door]["requests"] > 0, door
+    for api in ("grpc", "http"):
+        assert figures["doors"][api]["requests"] > 0, api
     assert "locust" in (tmp_path / "report.html").read_text().lower()

@@ -10,7 +10,7 @@ import pytest
 from loadtest.locust.samples import Sample
 from loadtest.served import overload
 from loadtest.served.overload import CLIMB, FILL_SECONDS, Offered, climb, offer, overload_figures
-from loadtest.served.streams import Ask, Door
+from loadtest.served.streams import Api, Ask
 
 
 def offered(num_good: int, *others: Sample, num_seconds: float = 20.0) -> Offered:
@@ -22,8 +22,8 @@ def offered(num_good: int, *others: Sample, num_seconds: float = 20.0) -> Offere
     return Offered([*good, *others], 100.0, num_seconds, [0.001] * (num_good + len(others)))
 
 
-def refusal(door: str, seconds: float, delay: float) -> Sample:
-    return Sample(door, 110.0, seconds, error="full", is_refused=True, retry_seconds=delay)
+def refusal(api: str, seconds: float, delay: float) -> Sample:
+    return Sample(api, 110.0, seconds, error="full", is_refused=True, retry_seconds=delay)
 
 
 def test_goodput_counts_requests_that_met_the_objective_and_ended_under_load() -> None:
@@ -44,7 +44,7 @@ def test_goodput_counts_requests_that_met_the_objective_and_ended_under_load() -
 async def test_rates_climb_past_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = list[float]()
 
-    async def served(doors: object, rate: float, seconds: float, seed: int) -> Offered:
+    async def served(apis: object, rate: float, seconds: float, seed: int) -> Offered:
         rates.append(rate)
         return offered([3, 5, 8, 7, 6][len(rates) - 1])
 
@@ -55,7 +55,7 @@ async def test_rates_climb_past_the_peak(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_climb_ends_if_no_rate_meets_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(doors: object, rate: float, seconds: float, seed: int) -> Offered:
+    async def broken(apis: object, rate: float, seconds: float, seed: int) -> Offered:
         return offered(0, refusal("grpc", 0.01, 1.0))
 
     monkeypatch.setattr(overload, "offer", broken)
@@ -69,7 +69,7 @@ async def test_requests_are_sent_on_schedule_over_both_apis_in_turn() -> None:
     """However slowly they are answered: those under way at the end are waited for, and counted."""
     asked = dict[str, int]()
 
-    def door(name: str) -> Door:
+    def api(name: str) -> Api:
         async def ask(one: Ask) -> Sample:
             asked[name] = asked.get(name, 0) + 1
             await asyncio.sleep(0.5)
@@ -77,7 +77,7 @@ async def test_requests_are_sent_on_schedule_over_both_apis_in_turn() -> None:
 
         return ask
 
-    step = await offer([door("grpc"), door("http")], 200.0, 0.5, seed=1)
+    step = await offer([api("grpc"), api("http")], 200.0, 0.5, seed=1)
     assert 60 <= len(step.samples) == sum(asked.values()) <= 140
     assert abs(asked["grpc"] - asked["http"]) <= 1
     assert len(step.lateness) == len(step.samples)

@@ -10,7 +10,7 @@ from tests.fakes.http_stack import HttpStack, http_stack
 
 
 @pytest.fixture(scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
+async def endpoint(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
     """An orchestrator with simulated workers, served over HTTP, and a client of it."""
-    async with http_stack(tmp_path_factory.mktemp("door")) as running:
+    async with http_stack(tmp_path_factory.mktemp("endpoint")) as running:
         yield running

@@ -36,29 +36,29 @@ def streamed_text(chunks: list[Json], index: int = 0) -> str:
     return "".join(delta.get("content", "") for delta in deltas)
 
 
-async def text_over_grpc(door: HttpStack, options: GenerateOptions) -> str:
-    """The same by the other front door."""
+async def text_over_grpc(endpoint: HttpStack, options: GenerateOptions) -> str:
+    """The same by the other front endpoint."""
     text = ""
-    async with Client(door.stack.addresses["orchestrator"]) as client:
+    async with Client(endpoint.stack.addresses["orchestrator"]) as client:
         async for event in client.generate(ChatPrompt((Message("user", QUESTION),)), options):
             text += event.text if isinstance(event, Tokens | Finished) else ""
     return text
 
 
-async def test_the_same_seed_gives_the_same_text_over_grpc_and_http_streamed_or_not(door: HttpStack) -> None:
+async def test_the_same_seed_gives_the_same_text_over_grpc_and_http_streamed_or_not(endpoint: HttpStack) -> None:
     options = GenerateOptions(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
-    expected = await text_over_grpc(door, options)
+    expected = await text_over_grpc(endpoint, options)
     assert len(expected.split()) == 12
     for speculation in ({"speculation": False}, GUESSED):
-        assert text_of(await door.answer(PATH, BODY | speculation)) == expected
-        assert streamed_text(await door.chunks(PATH, BODY | speculation)) == expected
+        assert text_of(await endpoint.answer(PATH, BODY | speculation)) == expected
+        assert streamed_text(await endpoint.chunks(PATH, BODY | speculation)) == expected
     unsigned = GenerateOptions(temperature=0.8, seed=2**64 - 5, max_tokens=12, ignore_eos=True)
-    unsigned_text = await text_over_grpc(door, unsigned)
-    assert text_of(await door.answer(PATH, BODY | {"seed": -5})) == unsigned_text != expected
+    unsigned_text = await text_over_grpc(endpoint, unsigned)
+    assert text_of(await endpoint.answer(PATH, BODY | {"seed": -5})) == unsigned_text != expected
 
 
-async def test_a_whole_answer_has_the_fields_that_clients_read(door: HttpStack) -> None:
-    answer = await door.answer(PATH, BODY | GUESSED)
+async def test_a_whole_answer_has_the_fields_that_clients_read(endpoint: HttpStack) -> None:
+    answer = await endpoint.answer(PATH, BODY | GUESSED)
     assert answer["id"].startswith("chatcmpl-")
     assert (answer["object"], answer["model"]) == ("chat.completion", "quick")
     (choice,) = answer["choices"]
@@ -76,8 +76,8 @@ async def test_a_whole_answer_has_the_fields_that_clients_read(door: HttpStack) 
     assert told["mean_acceptance_length"] == 1 + accepted / told["num_spec_steps"]
 
 
-async def test_a_stream_begins_with_the_role_and_ends_with_the_reason(door: HttpStack) -> None:
-    chunks = await door.chunks(PATH, BODY)
+async def test_a_stream_begins_with_the_role_and_ends_with_the_reason(endpoint: HttpStack) -> None:
+    chunks = await endpoint.chunks(PATH, BODY)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
     assert not any("usage" in chunk for chunk in chunks)
@@ -87,54 +87,54 @@ async def test_a_stream_begins_with_the_role_and_ends_with_the_reason(door: Http
     assert (last["delta"], last["finish_reason"]) == ({}, "length")
 
 
-async def test_usage_is_in_the_last_chunk_or_in_all(door: HttpStack) -> None:
-    whole = await door.answer(PATH, BODY)
-    *others, last = await door.chunks(PATH, BODY | {"stream_options": {"include_usage": True}})
+async def test_usage_is_in_the_last_chunk_or_in_all(endpoint: HttpStack) -> None:
+    whole = await endpoint.answer(PATH, BODY)
+    *others, last = await endpoint.chunks(PATH, BODY | {"stream_options": {"include_usage": True}})
     assert all(chunk["usage"] is None for chunk in others)
     assert last["choices"] == []
     assert set(last["metrics"]) == set(whole["metrics"])
     sizes = ("prompt_tokens", "completion_tokens", "total_tokens")
     assert [last["usage"][size] for size in sizes] == [whole["usage"][size] for size in sizes]
     every = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = await door.chunks(PATH, BODY | {"stream_options": every})
+    chunks = await endpoint.chunks(PATH, BODY | {"stream_options": every})
     counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert all(before <= after for before, after in pairwise(counted))
     assert (counted[0], counted[-1]) == (0, 12)
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {whole["usage"]["prompt_tokens"]}
 
 
-async def test_each_of_n_choices_has_its_own_seed_and_the_first_the_requests(door: HttpStack) -> None:
-    one = await door.answer(PATH, BODY)
-    three = await door.answer(PATH, BODY | {"n": 3})
+async def test_each_of_n_choices_has_its_own_seed_and_the_first_the_requests(endpoint: HttpStack) -> None:
+    one = await endpoint.answer(PATH, BODY)
+    three = await endpoint.answer(PATH, BODY | {"n": 3})
     texts = [text_of(three, index) for index in range(3)]
     assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
     assert texts[0] == text_of(one)
     assert len(set(texts)) == 3
-    chunks = await door.chunks(PATH, BODY | {"n": 3})
+    chunks = await endpoint.chunks(PATH, BODY | {"n": 3})
     assert [streamed_text(chunks, index) for index in range(3)] == texts
     assert three["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
     assert three["usage"]["completion_tokens"] == 36
 
 
-async def test_stop_texts_end_the_text_before_them(door: HttpStack) -> None:
-    words = text_of(await door.answer(PATH, BODY)).split()
-    stopped = await door.answer(PATH, BODY | {"stop": words[3]})
+async def test_stop_texts_end_the_text_before_them(endpoint: HttpStack) -> None:
+    words = text_of(await endpoint.answer(PATH, BODY)).split()
+    stopped = await endpoint.answer(PATH, BODY | {"stop": words[3]})
     assert text_of(stopped).split() == words[:3]
     assert (stopped["choices"][0]["finish_reason"], stopped["choices"][0]["stop_reason"]) == ("stop", words[3])
-    chunks = await door.chunks(PATH, BODY | {"stop": ["no such", words[3]]})
+    chunks = await endpoint.chunks(PATH, BODY | {"stop": ["no such", words[3]]})
     assert streamed_text(chunks) == text_of(stopped)
-    tokens = (await door.answer("/tokenize", {"prompt": " " + words[2]}))["tokens"]
+    tokens = (await endpoint.answer("/tokenize", {"prompt": " " + words[2]}))["tokens"]
     assert len(tokens) == 1
-    ended = await door.answer(PATH, BODY | {"stop_token_ids": tokens})
+    ended = await endpoint.answer(PATH, BODY | {"stop_token_ids": tokens})
     assert text_of(ended).split() == words[:2]
     assert [ended["choices"][0]["stop_reason"]] == tokens, "a number, as vLLM tells it: a text may be a stop text"
-    streamed = await door.chunks(PATH, BODY | {"stop_token_ids": tokens})
+    streamed = await endpoint.chunks(PATH, BODY | {"stop_token_ids": tokens})
     assert [streamed[-1]["choices"][0]["stop_reason"]] == tokens
 
 
-async def test_log_probabilities_have_the_bytes_of_each_token(door: HttpStack) -> None:
+async def test_log_probabilities_have_the_bytes_of_each_token(endpoint: HttpStack) -> None:
     asked = BODY | {"logprobs": True, "top_logprobs": 2}
-    answer = await door.answer(PATH, asked)
+    answer = await endpoint.answer(PATH, asked)
     content = answer["choices"][0]["logprobs"]["content"]
     assert len(content) == 12
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text_of(answer)
@@ -144,16 +144,16 @@ async def test_log_probabilities_have_the_bytes_of_each_token(door: HttpStack) -
         assert [set(one) for one in top] == [{"token", "logprob", "bytes"}] * 2
         assert top[0]["logprob"] >= top[1]["logprob"]
         assert entry["logprob"] <= top[0]["logprob"] <= 0
-    chunks = await door.chunks(PATH, asked)
+    chunks = await endpoint.chunks(PATH, asked)
     told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert [entry for one in told if one for entry in one["content"]] == content
-    none = await door.answer(PATH, BODY | {"logprobs": True})
+    none = await endpoint.answer(PATH, BODY | {"logprobs": True})
     assert [entry["top_logprobs"] for entry in none["choices"][0]["logprobs"]["content"]] == [[]] * 12
 
 
-async def test_content_may_be_parts_and_a_developer_message_is_a_system_message(door: HttpStack) -> None:
+async def test_content_may_be_parts_and_a_developer_message_is_a_system_message(endpoint: HttpStack) -> None:
     async def tokens(*messages: Json) -> list[int]:
-        return (await door.answer("/tokenize", {"messages": [*messages]}))["tokens"]
+        return (await endpoint.answer("/tokenize", {"messages": [*messages]}))["tokens"]
 
     parts = [{"type": "text", "text": "Why is the "}, {"type": "text", "text": "sky blue?"}]
     assert await tokens({"role": "user", "content": parts}) == await tokens({"role": "user", "content": QUESTION})
@@ -163,34 +163,34 @@ async def test_content_may_be_parts_and_a_developer_message_is_a_system_message(
     )
 
 
-async def test_max_completion_tokens_is_the_newer_name(door: HttpStack) -> None:
+async def test_max_completion_tokens_is_the_newer_name(endpoint: HttpStack) -> None:
     del (body := dict(BODY))["max_tokens"]
-    assert (await door.answer(PATH, body | {"max_completion_tokens": 2}))["usage"]["completion_tokens"] == 2
-    assert (await door.answer(PATH, body | {"max_completion_tokens": 2, "max_tokens": 2}))["choices"]
+    assert (await endpoint.answer(PATH, body | {"max_completion_tokens": 2}))["usage"]["completion_tokens"] == 2
+    assert (await endpoint.answer(PATH, body | {"max_completion_tokens": 2, "max_tokens": 2}))["choices"]
 
 
-async def test_without_a_limit_an_answer_continues_to_its_own_end(door: HttpStack) -> None:
+async def test_without_a_limit_an_answer_continues_to_its_own_end(endpoint: HttpStack) -> None:
     del (body := BODY | {"ignore_eos": False})["max_tokens"]
-    answer = await door.answer(PATH, body)
+    answer = await endpoint.answer(PATH, body)
     assert answer["choices"][0]["finish_reason"] == "stop"
-    limited = await door.answer(PATH, body | {"max_tokens": 4000})
+    limited = await endpoint.answer(PATH, body | {"max_tokens": 4000})
     assert text_of(answer) == text_of(limited)
 
 
 @pytest.mark.parametrize("ways", [{"x_session_id": "by-header"}, {}])
-async def test_a_session_is_kept_by_its_header_or_field(door: HttpStack, ways: dict[str, str]) -> None:
+async def test_a_session_is_kept_by_its_header_or_field(endpoint: HttpStack, ways: dict[str, str]) -> None:
     body = BODY if ways else BODY | {"session_id": "by-field"}
     name = next(iter(ways.values()), "by-field")
     messages: list[Json] = [{"role": "user", "content": f"{name} " * 40}]
-    first = (await door.post(PATH, body | {"messages": messages}, **ways)).json()
+    first = (await endpoint.post(PATH, body | {"messages": messages}, **ways)).json()
     messages += [first["choices"][0]["message"], {"role": "user", "content": "And now?"}]
-    second = (await door.post(PATH, body | {"messages": messages}, **ways)).json()
+    second = (await endpoint.post(PATH, body | {"messages": messages}, **ways)).json()
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] // 2
-    assert await door.stack.registry.load_session(ScopedId(name)) is not None
+    assert await endpoint.stack.registry.load_session(ScopedId(name)) is not None
 
 
-async def test_answers_have_the_clients_request_id_or_their_own(door: HttpStack, tmp_path: Path) -> None:
-    assert (await door.post(PATH, BODY, x_request_id="mine")).headers["x-request-id"] == "mine"
-    own = [(await door.post(PATH, body)).headers["x-request-id"] for body in (BODY, {}, BODY)]
+async def test_answers_have_the_clients_request_id_or_their_own(endpoint: HttpStack, tmp_path: Path) -> None:
+    assert (await endpoint.post(PATH, BODY, x_request_id="mine")).headers["x-request-id"] == "mine"
+    own = [(await endpoint.post(PATH, body)).headers["x-request-id"] for body in (BODY, {}, BODY)]
     assert len(set(own)) == 3
-    assert (await door.client.get("/version", headers={"x-request-id": "a b"})).headers["x-request-id"] != "a b"
+    assert (await endpoint.client.get("/version", headers={"x-request-id": "a b"})).headers["x-request-id"] != "a b"

@@ -38,7 +38,7 @@ narrow(NARROWED)
 
 
 @pytest.fixture(scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
+async def endpoint(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
     async with http_stack(tmp_path_factory.mktemp("openapi")) as running:
         yield running
 
@@ -49,8 +49,8 @@ def check(name: str, value: Any) -> None:
     jsonschema.Draft202012Validator(schema).validate(value)
 
 
-async def test_the_description_is_public_and_its_references_resolve(door: HttpStack) -> None:
-    served = (await door.client.get("/openapi.json")).json()
+async def test_the_description_is_public_and_its_references_resolve(endpoint: HttpStack) -> None:
+    served = (await endpoint.client.get("/openapi.json")).json()
     assert served == document()
     assert served["openapi"] == "3.1.0"
     for schema in served["components"]["schemas"].values():
@@ -61,8 +61,8 @@ async def test_the_description_is_public_and_its_references_resolve(door: HttpSt
         check("ChatFields", {"messages": [USER | {"content": 1}]})
 
 
-async def test_the_description_has_every_path_except_those_for_browsers(door: HttpStack) -> None:
-    error = (await door.client.get("/nowhere/near/any")).json()["error"]["message"]
+async def test_the_description_has_every_path_except_those_for_browsers(endpoint: HttpStack) -> None:
+    error = (await endpoint.client.get("/nowhere/near/any")).json()["error"]["message"]
     paths = {path for path in error.partition("the paths are ")[2].split(", ") if not path.startswith("/ui")}
     assert paths - document()["paths"].keys() == {"/", "/v1/responses/{response_id}"}
     assert document()["paths"].keys() <= paths
@@ -80,30 +80,30 @@ async def test_the_description_has_every_path_except_those_for_browsers(door: Ht
     ],
 )
 async def test_answers_match_the_description_whole_and_streamed(
-    door: HttpStack, path: str, body: Json, answer: str, chunk: str
+    endpoint: HttpStack, path: str, body: Json, answer: str, chunk: str
 ) -> None:
-    check(answer, await door.answer(path, body))
+    check(answer, await endpoint.answer(path, body))
     if answer == "Response":
-        for event in await door.events(path, body):
+        for event in await endpoint.events(path, body):
             check(chunk, event)
         return
     for options in ({}, {"include_usage": True, "include_rounds": True}, {"continuous_usage_stats": True}):
-        for each in await door.chunks(path, body | {"stream_options": options}):
+        for each in await endpoint.chunks(path, body | {"stream_options": options}):
             check(chunk, each)
 
 
-async def test_other_answers_and_refusals_match_the_description(door: HttpStack) -> None:
-    tokenized = await door.answer("/tokenize", {"prompt": "x", "return_token_strs": True})
+async def test_other_answers_and_refusals_match_the_description(endpoint: HttpStack) -> None:
+    tokenized = await endpoint.answer("/tokenize", {"prompt": "x", "return_token_strs": True})
     check("Tokenized", tokenized)
-    check("Detokenized", await door.answer("/detokenize", {"tokens": tokenized["tokens"]}))
-    models = (await door.client.get("/v1/models")).json()
+    check("Detokenized", await endpoint.answer("/detokenize", {"tokens": tokenized["tokens"]}))
+    models = (await endpoint.client.get("/v1/models")).json()
     check("Models", models)
-    check("Model", (await door.client.get(f"/v1/models/{models['data'][0]['id']}")).json())
+    check("Model", (await endpoint.client.get(f"/v1/models/{models['data'][0]['id']}")).json())
     for path in ("/v1/chat/completions", "/nowhere", "/v1/models/x"):
-        check("Error", (await door.client.get(path)).json())
+        check("Error", (await endpoint.client.get(path)).json())
     for method in ("/health", "/version"):
         described = document()["paths"][method]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
-        jsonschema.validate((await door.client.get(method)).json(), described)
+        jsonschema.validate((await endpoint.client.get(method)).json(), described)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_accepted_requests_match_the_description(kind: str, fields: Json) -> Non
 
 
 @pytest.mark.parametrize("name", sorted(RANGES))
-async def test_numbers_outside_their_ranges_are_refused(door: HttpStack, name: str) -> None:
+async def test_numbers_outside_their_ranges_are_refused(endpoint: HttpStack, name: str) -> None:
     is_response, is_score = name == "max_output_tokens", name in ("logprobs", "max_tokens")
     path = "/v1/responses" if is_response else "/v1/completions" if is_score else "/v1/chat/completions"
     whole: Json = {"input": "x"} if is_response else {"prompt": "x"} if is_score else {"messages": [USER]}
@@ -154,12 +154,12 @@ async def test_numbers_outside_their_ranges_are_refused(door: HttpStack, name: s
         value for value in (values.get("minimum", 1) - 1, values["maximum"] * 2 + 1) if value != -2 or name != "n"
     ]
     for value in beyond:
-        status, error = await door.refusal(path, whole | {name: value})
+        status, error = await endpoint.refusal(path, whole | {name: value})
         assert (status, error["param"]) == (400, name), error
     limit = {} if "max" in name else {"max_output_tokens" if is_response else "max_tokens": 2}
     for value in (values.get("minimum", 0.5), 1):
         if (name, value) != ("max_tokens", 0):  # which only scores of a prompt allow
-            await door.answer(path, whole | limit | {name: value})
+            await endpoint.answer(path, whole | limit | {name: value})
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ BODY = {
 }
 
 
-async def test_a_stream_includes_its_rounds_on_request(door: HttpStack) -> None:
-    chunks = await door.chunks(CHAT, BODY | {"stream_options": {"include_rounds": True}})
+async def test_a_stream_includes_its_rounds_on_request(endpoint: HttpStack) -> None:
+    chunks = await endpoint.chunks(CHAT, BODY | {"stream_options": {"include_rounds": True}})
     rounds = [chunk["metrics"]["round"] for chunk in chunks if "metrics" in chunk]
     text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
     assert "".join(piece for one in rounds for piece in one["texts"]) == text
@@ -42,49 +42,49 @@ async def test_a_stream_includes_its_rounds_on_request(door: HttpStack) -> None:
         assert [one["parents"][node] for node in path[1:]] == path[:-1], "what is kept is a path from the root"
         seconds = one["seconds"]
         assert sum(seconds.values()) - seconds["total"] == pytest.approx(seconds["total"], rel=0.05)
-    plain = await door.chunks(CHAT, BODY)
+    plain = await endpoint.chunks(CHAT, BODY)
     assert not any("metrics" in chunk for chunk in plain)
 
 
-async def test_decisions_about_rounds_are_found_by_the_answers_id(door: HttpStack) -> None:
-    chunks = await door.chunks(CHAT, BODY)
-    decisions = (await door.client.get(f"/decisions/{chunks[0]['id']}")).json()
+async def test_decisions_about_rounds_are_found_by_the_answers_id(endpoint: HttpStack) -> None:
+    chunks = await endpoint.chunks(CHAT, BODY)
+    decisions = (await endpoint.client.get(f"/decisions/{chunks[0]['id']}")).json()
     assert sum(one["tokens"] for one in decisions) == 24
     assert {one["mode"] for one in decisions} <= {"draft", "lookup", "probe", "off"}
-    named = await door.answer(CHAT, BODY | {"stream": False, "request_id": "user/1"})
-    assert (await door.client.get(f"/decisions/{named['id']}")).json(), "a name may have a slash"
-    refusal = await door.client.get("/decisions/nobody")
+    named = await endpoint.answer(CHAT, BODY | {"stream": False, "request_id": "user/1"})
+    assert (await endpoint.client.get(f"/decisions/{named['id']}")).json(), "a name may have a slash"
+    refusal = await endpoint.client.get("/decisions/nobody")
     assert refusal.status_code == 404
     assert "nobody" in refusal.json()["error"]["message"]
 
 
-async def test_the_cluster_lists_workers_and_their_problems(door: HttpStack) -> None:
+async def test_the_cluster_lists_workers_and_their_problems(endpoint: HttpStack) -> None:
     problems = ["not asked yet"]
     async with asyncio.timeout(PATIENCE_SECONDS):
         while any(problems):  # on a busy machine a worker may be waited for at first, and is said to be
-            cluster = (await door.client.get("/cluster")).json()
+            cluster = (await endpoint.client.get("/cluster")).json()
             problems = [cluster["index_problem"], *(worker["problem"] for worker in cluster["workers"])]
     assert sorted(worker["info"]["kind"] for worker in cluster["workers"]) == ["draft", "target"]
     assert all(worker["address"] for worker in cluster["workers"])
 
 
-async def test_the_cluster_shows_what_its_workers_have_done_since_their_registration(door: HttpStack) -> None:
+async def test_the_cluster_shows_what_its_workers_have_done_since_their_registration(endpoint: HttpStack) -> None:
     """The figures are current ones, and not those of the first contact."""
-    before = await passes(door)
-    await door.chunks(CHAT, BODY)
+    before = await passes(endpoint)
+    await endpoint.chunks(CHAT, BODY)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not all(number > before[kind] for kind, number in (await passes(door)).items()):
+        while not all(number > before[kind] for kind, number in (await passes(endpoint)).items()):
             await asyncio.sleep(0.05)
 
 
-async def passes(door: HttpStack) -> dict[str, int]:
-    cluster = (await door.client.get("/cluster")).json()
+async def passes(endpoint: HttpStack) -> dict[str, int]:
+    cluster = (await endpoint.client.get("/cluster")).json()
     return {worker["info"]["kind"]: worker["info"]["num_passes"] for worker in cluster["workers"]}
 
 
-async def test_the_page_loads_nothing_from_elsewhere(door: HttpStack) -> None:
+async def test_the_page_loads_nothing_from_elsewhere(endpoint: HttpStack) -> None:
     for path, (name, media_type) in PAGE_FILES.items():
-        reply = await door.client.get(path)
+        reply = await endpoint.client.get(path)
         assert reply.headers["content-type"].startswith(media_type)
         assert reply.text == (PAGE / name).read_text()
         assert "default-src 'self'" in reply.headers["content-security-policy"]
@@ -96,18 +96,18 @@ async def test_the_page_loads_nothing_from_elsewhere(door: HttpStack) -> None:
     assert not re.findall(r"\b(?:eval|Function)\(|createContextualFragment", text), "nor code"
 
 
-async def test_the_root_redirects_browsers_to_the_page_and_programs_to_the_api(door: HttpStack) -> None:
-    browser = await door.client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+async def test_the_root_redirects_browsers_to_the_page_and_programs_to_the_api(endpoint: HttpStack) -> None:
+    browser = await endpoint.client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
     assert (browser.status_code, browser.headers["location"]) == (307, "/ui")
-    program = await door.client.get("/")
+    program = await endpoint.client.get("/")
     assert program.status_code == 200
     for path in (program.json()["ui"], program.json()["models"], program.json()["health"]):
-        assert (await door.client.get(path)).status_code == 200
+        assert (await endpoint.client.get(path)).status_code == 200
 
 
-async def test_tokens_of_rounds_have_texts_without_log_probabilities(door: HttpStack) -> None:
+async def test_tokens_of_rounds_have_texts_without_log_probabilities(endpoint: HttpStack) -> None:
     asked = {"stream_options": {"include_rounds": True}, "prompt": "Once", "max_tokens": 8, "ignore_eos": True}
-    chunks = await door.chunks("/v1/completions", asked)
+    chunks = await endpoint.chunks("/v1/completions", asked)
     assert any(chunk.get("metrics", {}).get("round", {}).get("tokens") for chunk in chunks)
     assert all(choice["logprobs"] is None for chunk in chunks for choice in chunk["choices"])
 

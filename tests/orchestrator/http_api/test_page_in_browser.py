@@ -56,14 +56,14 @@ BIG_TREE = """import('/ui/tree.js').then(({ drawTree }) => {
 
 
 @pytest.fixture
-async def page(door: HttpStack, tmp_path: Path) -> AsyncIterator[Page]:
+async def page(endpoint: HttpStack, tmp_path: Path) -> AsyncIterator[Page]:
     async with browser_page(tmp_path) as opened:
-        await open_page(opened, door)
+        await open_page(opened, endpoint)
         yield opened
 
 
-async def open_page(page: Page, door: HttpStack) -> None:
-    await page.open(f"http://127.0.0.1:{door.port}/ui")
+async def open_page(page: Page, endpoint: HttpStack) -> None:
+    await page.open(f"http://127.0.0.1:{endpoint.port}/ui")
     await page.until("document.querySelector('#status').textContent == 'ready'")
     await page.value(SENT)
 
@@ -193,8 +193,8 @@ async def test_a_new_chat_starts_without_the_old_one(page: Page) -> None:
 
 
 async def test_an_answer_can_be_stopped_and_remains(tmp_path: Path) -> None:
-    async with http_stack(tmp_path, clock_scale=1) as door, browser_page(tmp_path / "browser") as page:
-        await open_page(page, door)
+    async with http_stack(tmp_path, clock_scale=1) as endpoint, browser_page(tmp_path / "browser") as page:
+        await open_page(page, endpoint)
         await ask(page, QUESTION, 2_000)
         await page.until("document.querySelectorAll('.answer span').length > 0")
         await page.click("#stop")
@@ -208,8 +208,8 @@ async def test_an_answer_can_be_stopped_and_remains(tmp_path: Path) -> None:
 async def test_a_dead_server_shows_no_workers_in_use(tmp_path: Path) -> None:
     """They stayed in use for ever."""
     async with browser_page(tmp_path / "browser") as page:
-        async with http_stack(tmp_path) as door:
-            await open_page(page, door)
+        async with http_stack(tmp_path) as endpoint:
+            await open_page(page, endpoint)
             state = (
                 "Array.from(document.querySelectorAll('#workers td:nth-child(2)'), (each) => each.textContent).join()"
             )

@@ -123,11 +123,11 @@ FUZZ = settings(max_examples=120, derandomize=True)
         ("request_id", "x" * 129),
     ],
 )
-async def test_an_invalid_field_is_named(door: HttpStack, field: str, value: Any) -> None:
+async def test_an_invalid_field_is_named(endpoint: HttpStack, field: str, value: Any) -> None:
     name = field.partition(".")[0].partition("[")[0]
     for stream in (False, True):
         body = {"messages": [USER], "stream": stream} | SHORT | {name: value}
-        status, error = await door.refusal(CHAT, body)
+        status, error = await endpoint.refusal(CHAT, body)
         assert (status, error["type"]) == (400, "invalid_request_error"), error
         assert error["param"].startswith(field), error
         assert error["message"].startswith(f"{error['param']}: ")
@@ -135,18 +135,18 @@ async def test_an_invalid_field_is_named(door: HttpStack, field: str, value: Any
 
 
 async def test_an_unknown_field_that_is_ignored_is_logged_once(
-    door: HttpStack, caplog: pytest.LogCaptureFixture
+    endpoint: HttpStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        assert (await door.answer(CHAT, {"messages": [USER], "ducoments": []} | SHORT))["choices"]
+        assert (await endpoint.answer(CHAT, {"messages": [USER], "ducoments": []} | SHORT))["choices"]
     assert [record.getMessage() for record in caplog.records if "ducoments" in record.getMessage()] == [
         "requests have an unknown field 'ducoments'; it is ignored, as it has no effect"
     ]
-    assert (await door.answer(CHAT, {"messages": [USER], "x" * 10_000: []} | SHORT))["choices"]
+    assert (await endpoint.answer(CHAT, {"messages": [USER], "x" * 10_000: []} | SHORT))["choices"]
     assert len(caplog.records[-1].getMessage()) < 200
 
 
-async def test_an_output_format_is_requested_once(door: HttpStack) -> None:
+async def test_an_output_format_is_requested_once(endpoint: HttpStack) -> None:
     """By whichever server's name; the second of two is refused."""
     json_object = {"type": "json_object"}
     for field, more in (
@@ -154,17 +154,19 @@ async def test_an_output_format_is_requested_once(door: HttpStack) -> None:
         ("structured_outputs", {"guided_choice": ["a"], "structured_outputs": {"regex": "a"}}),
         ("guided_grammar", {"guided_grammar": "start: A", "response_format": json_object}),
     ):
-        status, error = await door.refusal(CHAT, {"messages": [USER]} | SHORT | more)
+        status, error = await endpoint.refusal(CHAT, {"messages": [USER]} | SHORT | more)
         assert (status, error["param"]) == (400, field), error
         assert "be left out with" in error["message"]
 
 
-async def test_null_counts_as_left_out(door: HttpStack) -> None:
+async def test_null_counts_as_left_out(endpoint: HttpStack) -> None:
     """Of fields that bough does not know, too: nobody misspells what he does not ask for."""
     message = dict.fromkeys([*MessageFields.model_fields, "tool_call_id"]) | USER
     body = dict.fromkeys([*ChatFields.model_fields, "guided_json"]) | {"messages": [message], "max_tokens": 3}
-    assert (await door.answer(CHAT, body))["usage"]["completion_tokens"] <= 3
-    assert (await door.answer(COMPLETIONS, dict.fromkeys(CompletionFields.model_fields) | {"prompt": "x"}))["choices"]
+    assert (await endpoint.answer(CHAT, body))["usage"]["completion_tokens"] <= 3
+    assert (await endpoint.answer(COMPLETIONS, dict.fromkeys(CompletionFields.model_fields) | {"prompt": "x"}))[
+        "choices"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -225,8 +227,8 @@ async def test_null_counts_as_left_out(door: HttpStack) -> None:
         ("messages", [USER | {"content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}]),
     ],
 )
-async def test_default_values_are_accepted(door: HttpStack, field: str, value: Any) -> None:
-    assert (await door.answer(CHAT, {"messages": [USER]} | SHORT | {field: value}))["choices"]
+async def test_default_values_are_accepted(endpoint: HttpStack, field: str, value: Any) -> None:
+    assert (await endpoint.answer(CHAT, {"messages": [USER]} | SHORT | {field: value}))["choices"]
 
 
 @pytest.mark.parametrize(
@@ -249,11 +251,11 @@ async def test_default_values_are_accepted(door: HttpStack, field: str, value: A
         ("session_id", "several"),
     ],
 )
-async def test_an_invalid_field_of_completions_is_named(door: HttpStack, field: str, value: Any) -> None:
+async def test_an_invalid_field_of_completions_is_named(endpoint: HttpStack, field: str, value: Any) -> None:
     name = field.partition("[")[0]
     several = {"prompt": ["x", "y"]} if name in ("n", "session_id") else {"prompt": "x y"}
     body = several | SHORT | {name: value} | ({"logprobs": 1} if name == "echo" else {})
-    status, error = await door.refusal(COMPLETIONS, body)
+    status, error = await endpoint.refusal(COMPLETIONS, body)
     assert (status, error["type"]) == (400, "invalid_request_error"), error
     assert error["param"].startswith(field), error
 
@@ -272,37 +274,37 @@ async def test_an_invalid_field_of_completions_is_named(door: HttpStack, field: 
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_invalid_one_of_several_prompts_is_named(
-    door: HttpStack, prompt: Any, echo: bool, field: str, stream: bool
+    endpoint: HttpStack, prompt: Any, echo: bool, field: str, stream: bool
 ) -> None:
-    response = await door.post(COMPLETIONS, {"prompt": prompt, "echo": echo, "n": 2, "stream": stream} | SHORT)
+    response = await endpoint.post(COMPLETIONS, {"prompt": prompt, "echo": echo, "n": 2, "stream": stream} | SHORT)
     assert response.status_code == (400 if field else 200), response.text
     if field:
         assert error_of(response)["param"] == field
         assert error_of(response)["message"].startswith(f"{field}: ")
 
 
-async def test_null_instead_of_a_text_is_named_as_null(door: HttpStack) -> None:
+async def test_null_instead_of_a_text_is_named_as_null(endpoint: HttpStack) -> None:
     """Not as missing, which would not help. With a refusal, null content is how OpenAI answers."""
     said: Json = {"role": "assistant", "content": None}
     for message in (said, said | {"refusal": None}, {"role": "user", "content": None, "refusal": "No."}):
-        _, error = await door.refusal(CHAT, {"messages": [message]} | SHORT)
+        _, error = await endpoint.refusal(CHAT, {"messages": [message]} | SHORT)
         assert error["message"].startswith("messages[0].content: must be a text"), error
     tokens = [
-        (await door.answer("/tokenize", {"messages": [USER, message, USER]}))["tokens"]
+        (await endpoint.answer("/tokenize", {"messages": [USER, message, USER]}))["tokens"]
         for message in (said | {"refusal": "No."}, said | {"content": "No."})
     ]
     assert tokens[0] == tokens[1]
 
 
-async def test_min_tokens_cannot_be_combined_with_an_output_format(door: HttpStack) -> None:
+async def test_min_tokens_cannot_be_combined_with_an_output_format(endpoint: HttpStack) -> None:
     body: Json = {"prompt": "x", "max_tokens": 4, "min_tokens": 2, "response_format": {"type": "json_object"}}
-    status, error = await door.refusal(COMPLETIONS, body)
+    status, error = await endpoint.refusal(COMPLETIONS, body)
     assert (status, error["param"]) == (400, "min_tokens")
 
 
-async def test_a_byte_order_mark_before_json_is_skipped(door: HttpStack) -> None:
+async def test_a_byte_order_mark_before_json_is_skipped(endpoint: HttpStack) -> None:
     body = codecs.BOM_UTF8 + json.dumps({"prompt": "x"} | SHORT).encode()
-    response = await door.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    response = await endpoint.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 200, response.text
 
 
@@ -319,21 +321,21 @@ async def test_a_byte_order_mark_before_json_is_skipped(door: HttpStack) -> None
         ({"prompt": "x", "chat_template_kwargs": {"a": 1}}, False),
     ],
 )
-async def test_prompts_are_tokenized_only_as_they_are_read(door: HttpStack, body: Json, is_accepted: bool) -> None:
-    response = await door.post("/tokenize", body)
+async def test_prompts_are_tokenized_only_as_they_are_read(endpoint: HttpStack, body: Json, is_accepted: bool) -> None:
+    response = await endpoint.post("/tokenize", body)
     assert response.status_code == (200 if is_accepted else 400), response.text
     if not is_accepted:
         assert error_of(response)["param"] == list(body)[1]
 
 
 @pytest.mark.parametrize(("path", "prefix"), [(CHAT, "chatcmpl-"), (COMPLETIONS, "cmpl-")])
-async def test_a_requests_own_id_is_its_answers(door: HttpStack, path: str, prefix: str) -> None:
+async def test_a_requests_own_id_is_its_answers(endpoint: HttpStack, path: str, prefix: str) -> None:
     prompt: Json = {"messages": [USER]} if path == CHAT else {"prompt": "x"}
     for _ in range(2):  # once it has ended, another may have it
-        assert (await door.answer(path, prompt | SHORT | {"request_id": "mine"}))["id"] == f"{prefix}mine"
+        assert (await endpoint.answer(path, prompt | SHORT | {"request_id": "mine"}))["id"] == f"{prefix}mine"
     body = prompt | {"request_id": "mine", "ignore_eos": True, "max_tokens": 2000, "speculation": False}
-    async with door.client.stream("POST", path, json=body | {"stream": True}):
-        refused = await door.post(path, prompt | SHORT | {"request_id": "mine"})
+    async with endpoint.client.stream("POST", path, json=body | {"stream": True}):
+        refused = await endpoint.post(path, prompt | SHORT | {"request_id": "mine"})
     assert (refused.status_code, error_of(refused)["param"]) == (409, "request_id")
 
 
@@ -350,8 +352,8 @@ async def test_a_requests_own_id_is_its_answers(door: HttpStack, path: str, pref
         (b"[" * 9999, "body: must be a JSON object, got "),
     ],
 )
-async def test_a_body_other_than_a_json_object_is_refused(door: HttpStack, body: bytes, message: str) -> None:
-    response = await door.client.post(CHAT, content=body, headers={"content-type": "application/json"})
+async def test_a_body_other_than_a_json_object_is_refused(endpoint: HttpStack, body: bytes, message: str) -> None:
+    response = await endpoint.client.post(CHAT, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert error_of(response)["message"].startswith(message)
 
@@ -361,7 +363,7 @@ async def test_a_body_other_than_a_json_object_is_refused(door: HttpStack, body:
     [(MAX_BODY_BYTES, (413, "body_too_large")), (SMALL_BYTES, (400, "context_length_exceeded"))],
 )
 async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(
-    door: HttpStack, num_bytes: int, refusal: tuple[int, str]
+    endpoint: HttpStack, num_bytes: int, refusal: tuple[int, str]
 ) -> None:
     """Of what may be sent at all, and of what can fit a context."""
     body = json.dumps({"messages": [USER | {"content": "x" * num_bytes}]}).encode()
@@ -371,40 +373,40 @@ async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(
             yield body[begin : begin + 2**16]
 
     for content in (body, chunks()):
-        response = await door.client.post(CHAT, content=content, headers={"content-type": "application/json"})
+        response = await endpoint.client.post(CHAT, content=content, headers={"content-type": "application/json"})
         assert (response.status_code, error_of(response)["code"]) == refusal
-    assert (await door.answer(COMPLETIONS, {"prompt": "x"} | SHORT))["choices"]
+    assert (await endpoint.answer(COMPLETIONS, {"prompt": "x"} | SHORT))["choices"]
 
 
-async def test_a_body_without_a_json_content_type_is_refused(door: HttpStack) -> None:
+async def test_a_body_without_a_json_content_type_is_refused(endpoint: HttpStack) -> None:
     """A browser sends it for a page of any site, and asks nobody first."""
-    response = await door.client.post(CHAT, content=json.dumps({"messages": [USER]} | SHORT))
+    response = await endpoint.client.post(CHAT, content=json.dumps({"messages": [USER]} | SHORT))
     assert (response.status_code, error_of(response)["param"]) == (415, "content-type")
 
 
-async def test_a_compressed_body_is_refused(door: HttpStack) -> None:
+async def test_a_compressed_body_is_refused(endpoint: HttpStack) -> None:
     """The error names the encoding, and not invalid JSON."""
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     body = gzip.compress(json.dumps({"messages": [USER]} | SHORT).encode())
-    response = await door.client.post(CHAT, content=body, headers=headers)
+    response = await endpoint.client.post(CHAT, content=body, headers=headers)
     assert (response.status_code, error_of(response)["param"]) == (415, "content-encoding")
 
 
-async def test_unknown_paths_methods_and_models_are_refused(door: HttpStack) -> None:
+async def test_unknown_paths_methods_and_models_are_refused(endpoint: HttpStack) -> None:
     for path in ("/v1/embeddings", "/v1/chat/completions/", "/v1/chat/completions/x"):
-        response = await door.client.post(path, json={})
+        response = await endpoint.client.post(path, json={})
         assert (response.status_code, error_of(response)["type"]) == (404, "invalid_request_error")
-    response = await door.client.get(CHAT)
+    response = await endpoint.client.get(CHAT)
     assert response.headers["allow"] == "POST"
     assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
     asked = {"origin": "https://other.example", "access-control-request-method": "POST"}
-    preflight = await door.client.options(CHAT, headers=asked)
+    preflight = await endpoint.client.options(CHAT, headers=asked)
     assert preflight.status_code == 405
     assert not any(name.startswith("access-control") for name in preflight.headers)
     for path, body in ((CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
-        status, error = await door.refusal(path, body | ({} if path == "/tokenize" else SHORT) | {"model": "gpt-9"})
+        status, error = await endpoint.refusal(path, body | ({} if path == "/tokenize" else SHORT) | {"model": "gpt-9"})
         assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
-    unknown = await door.client.get("/v1/models/gpt-9")
+    unknown = await endpoint.client.get("/v1/models/gpt-9")
     assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
     assert error_of(unknown)["message"].startswith("model: must be one of '")
 
@@ -422,27 +424,29 @@ async def test_unknown_paths_methods_and_models_are_refused(door: HttpStack) -> 
         ("/v1/embeddings", ""),
     ],
 )
-async def test_an_unknown_path_is_answered_with_the_most_similar_one(door: HttpStack, path: str, nearest: str) -> None:
-    error = error_of(await door.client.post(path, json={}))
+async def test_an_unknown_path_is_answered_with_the_most_similar_one(
+    endpoint: HttpStack, path: str, nearest: str
+) -> None:
+    error = error_of(await endpoint.client.post(path, json={}))
     expected = f"the nearest path is {nearest}" if nearest else "the paths are /v1/chat/completions, "
     assert error["message"].startswith(f"POST {path}: not found; {expected}")
 
 
-async def test_a_session_has_one_name(door: HttpStack) -> None:
+async def test_a_session_has_one_name(endpoint: HttpStack) -> None:
     """The header's was passed over in silence."""
     body = {"prompt": "x", "session_id": "a"} | SHORT
-    assert (await door.post(COMPLETIONS, body, x_session_id="a")).status_code == 200
-    response = await door.post(COMPLETIONS, body, x_session_id="b")
+    assert (await endpoint.post(COMPLETIONS, body, x_session_id="a")).status_code == 200
+    response = await endpoint.post(COMPLETIONS, body, x_session_id="b")
     assert (response.status_code, error_of(response)["param"]) == (400, "session_id")
 
 
-async def test_a_limit_is_named_by_the_clients_field(door: HttpStack) -> None:
+async def test_a_limit_is_named_by_the_clients_field(endpoint: HttpStack) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         for value in (-1, 0, 2**40):
-            status, error = await door.refusal(CHAT, {"messages": [USER], name: value})
+            status, error = await endpoint.refusal(CHAT, {"messages": [USER], name: value})
             assert (status, error["param"]) == (400, name)
             assert error["message"] == f"{name}: must be 1 to 4294967295, got {value}"
-            _, error = await door.refusal(COMPLETIONS, {"prompt": "x", "max_tokens": value})
+            _, error = await endpoint.refusal(COMPLETIONS, {"prompt": "x", "max_tokens": value})
             assert error["message"].startswith("max_tokens: must be 1 ")
 
 
@@ -491,9 +495,9 @@ SPECULATIONS = st.fixed_dictionaries(
 FIELDS = st.dictionaries(NAMES, st.one_of(VALUES, SPECULATIONS), max_size=3)
 
 
-async def check_answered(door: HttpStack, path: str, content: bytes) -> int:
+async def check_answered(endpoint: HttpStack, path: str, content: bytes) -> int:
     """The status of an answer, or of a refusal in OpenAI's form and not by the server's fault; a stream ends as one."""
-    response = await door.client.post(path, content=content, headers={"content-type": "application/json"})
+    response = await endpoint.client.post(path, content=content, headers={"content-type": "application/json"})
     if response.status_code != 200:
         assert 400 <= response.status_code < 500, (content, response.text)
         error_of(response)
@@ -505,7 +509,7 @@ async def check_answered(door: HttpStack, path: str, content: bytes) -> int:
 
 @FUZZ
 @given(path=st.sampled_from([CHAT, COMPLETIONS, "/tokenize", "/detokenize"]), changes=FIELDS)
-async def test_any_body_is_answered_or_refused(door: HttpStack, path: str, changes: dict[str, Any]) -> None:
+async def test_any_body_is_answered_or_refused(endpoint: HttpStack, path: str, changes: dict[str, Any]) -> None:
     whole: dict[str, Json] = {
         CHAT: {"messages": [USER], "max_tokens": 2},
         COMPLETIONS: {"prompt": "x", "max_tokens": 2},
@@ -515,10 +519,10 @@ async def test_any_body_is_answered_or_refused(door: HttpStack, path: str, chang
     body = whole[path] | changes
     if body.get("n") not in (None, 1) or (isinstance(body.get("max_tokens"), int) and body["max_tokens"] > 4):
         body |= {"max_tokens": 2}  # to end soon
-    await check_answered(door, path, json.dumps(body).encode())
+    await check_answered(endpoint, path, json.dumps(body).encode())
 
 
 @FUZZ
 @given(path=st.sampled_from([CHAT, COMPLETIONS, "/tokenize", "/detokenize"]), content=st.binary(max_size=60))
-async def test_any_bytes_are_answered_or_refused(door: HttpStack, path: str, content: bytes) -> None:
-    assert await check_answered(door, path, content) != 200
+async def test_any_bytes_are_answered_or_refused(endpoint: HttpStack, path: str, content: bytes) -> None:
+    assert await check_answered(endpoint, path, content) != 200

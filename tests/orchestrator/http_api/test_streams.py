@@ -60,31 +60,31 @@ def head(num_bytes: int) -> bytes:
     return "\r\n".join((*lines, "", "")).encode()
 
 
-async def until_running(door: HttpStack, num: int) -> None:
+async def until_running(endpoint: HttpStack, num: int) -> None:
     """Wait until so many requests run."""
-    await until(lambda: door.stack.requests.loads().num_requests_running == num)
+    await until(lambda: endpoint.stack.requests.loads().num_requests_running == num)
 
 
-async def test_a_reader_that_leaves_mid_stream_frees_its_place(door: HttpStack) -> None:
-    async with door.client.stream("POST", PATH, json=ENDLESS | {"stream": True}) as response:
+async def test_a_reader_that_leaves_mid_stream_frees_its_place(endpoint: HttpStack) -> None:
+    async with endpoint.client.stream("POST", PATH, json=ENDLESS | {"stream": True}) as response:
         async for line in response.aiter_lines():
             if '"content":" ' in line:
                 break
-    await until_running(door, 0)
+    await until_running(endpoint, 0)
 
 
-async def test_a_new_request_waits_for_a_missing_target(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_request_waits_for_a_missing_target(endpoint: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stream sends keep-alives meanwhile. Without a target in time the request is refused with a retry delay."""
     monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
-    requests = door.stack.requests
+    requests = endpoint.stack.requests
     (target,) = requests.directory.targets
     target.health = Health(Pause(until=math.inf))
     with monkeypatch.context() as impatient:
         impatient.setattr(requests.opening.waiting, "most_seconds", 0.0)
-        refused = await door.post(PATH, BODY)
+        refused = await endpoint.post(PATH, BODY)
     assert (refused.status_code, error_of(refused)["code"]) == (503, "unavailable")
     assert int(refused.headers["retry-after"]) > 0
-    async with door.client.stream("POST", PATH, json=BODY | {"max_tokens": 2, "stream": True}) as response:
+    async with endpoint.client.stream("POST", PATH, json=BODY | {"max_tokens": 2, "stream": True}) as response:
         lines = response.aiter_lines()
         assert await anext(lines) == ": keep-alive"
         assert requests.figures().num_held == 1
@@ -94,72 +94,74 @@ async def test_a_new_request_waits_for_a_missing_target(door: HttpStack, monkeyp
     assert not any("error" in line for line in rest)
 
 
-async def test_chunks_are_sent_without_waiting_for_acknowledgements(door: HttpStack) -> None:
+async def test_chunks_are_sent_without_waiting_for_acknowledgements(endpoint: HttpStack) -> None:
     """Otherwise chunks that are written within 40 ms arrive 40 ms apart."""
-    door.transports.clear()
-    await door.post(PATH, BODY | {"max_tokens": 1})
-    connection = door.transports[0].get_extra_info("socket")
+    endpoint.transports.clear()
+    await endpoint.post(PATH, BODY | {"max_tokens": 1})
+    connection = endpoint.transports[0].get_extra_info("socket")
     assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-async def test_an_error_in_a_stream_is_an_event(door: HttpStack) -> None:
+async def test_an_error_in_a_stream_is_an_event(endpoint: HttpStack) -> None:
     asked = ENDLESS | {"stream": True, "session_id": "closed half-way"}
     events = []
-    async with door.client.stream("POST", PATH, json=asked) as response:
+    async with endpoint.client.stream("POST", PATH, json=asked) as response:
         async for line in response.aiter_lines():
             if line:
                 events.append(line)
             if line and len(events) == 3:
-                await door.stack.requests.close_session(ScopedId("closed half-way"))
+                await endpoint.stack.requests.close_session(ScopedId("closed half-way"))
     assert events[-1] == "data: [DONE]"
     error = json.loads(events[-2].removeprefix("data: "))["error"]
     assert (error["param"], error["code"]) == ("session_id", "session_moved")
-    await until_running(door, 0)
+    await until_running(endpoint, 0)
 
 
-async def test_a_second_request_of_a_busy_session_is_a_conflict(door: HttpStack) -> None:
+async def test_a_second_request_of_a_busy_session_is_a_conflict(endpoint: HttpStack) -> None:
     """It is a conflict and no invalid request: the same request would be served a moment later."""
     asked = ENDLESS | {"session_id": "busy"}
-    async with door.client.stream("POST", PATH, json=asked | {"stream": True}):
-        refused = await door.post(PATH, asked)
+    async with endpoint.client.stream("POST", PATH, json=asked | {"stream": True}):
+        refused = await endpoint.post(PATH, asked)
         error = error_of(refused)
         assert (refused.status_code, error["type"], error["code"]) == (409, "conflict_error", "already_running")
         assert (error["param"], refused.headers["x-should-retry"]) == ("session_id", "false")
         assert error["message"].startswith("session_id: 'busy' has a request running; wait for its end")
-        async with open_channel(door.stack.addresses["orchestrator"]) as channel:
+        async with open_channel(endpoint.stack.addresses["orchestrator"]) as channel:
             request = pb.GenerateRequest(text="x", session_id="busy")
             assert await stub_of(GENERATION, channel).Generate(request).code() is grpc.StatusCode.ABORTED
-    await until_running(door, 0)
+    await until_running(endpoint, 0)
 
 
-async def test_an_aborted_request_is_reported_as_aborted(door: HttpStack) -> None:
+async def test_an_aborted_request_is_reported_as_aborted(endpoint: HttpStack) -> None:
     reasons = []
-    async with door.client.stream("POST", PATH, json=ENDLESS | {"stream": True}) as response:
+    async with endpoint.client.stream("POST", PATH, json=ENDLESS | {"stream": True}) as response:
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 chunk = json.loads(line.removeprefix("data: "))
                 if not reasons:
-                    door.stack.requests.abort(ScopedId(chunk["id"]))
+                    endpoint.stack.requests.abort(ScopedId(chunk["id"]))
                 reasons += [choice["finish_reason"] for choice in chunk["choices"]]
     assert reasons[-1] == "abort"
 
 
-async def test_a_draining_orchestrator_reports_it_to_everyone(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_draining_orchestrator_reports_it_to_everyone(
+    endpoint: HttpStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     admission = Admission(max_running=4, max_waiting=4)
-    monkeypatch.setattr(door.stack.requests, "admission", admission)
-    assert (await door.client.get("/health")).status_code == 200
+    monkeypatch.setattr(endpoint.stack.requests, "admission", admission)
+    assert (await endpoint.client.get("/health")).status_code == 200
     admission.close("this orchestrator is draining")
-    for response in (await door.post(PATH, BODY), await door.client.get("/health")):
+    for response in (await endpoint.post(PATH, BODY), await endpoint.client.get("/health")):
         assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
         assert int(response.headers["retry-after"]) >= 1
 
 
-async def test_without_a_target_requests_are_refused(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_target_requests_are_refused(endpoint: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(*_: object) -> None:
         raise Unavailable("no target worker can be used")
 
-    monkeypatch.setattr(type(door.stack.requests), "models", nobody)
-    response = await door.client.get("/v1/models")
+    monkeypatch.setattr(type(endpoint.stack.requests), "models", nobody)
+    response = await endpoint.client.get("/v1/models")
     assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
 
 
@@ -167,25 +169,25 @@ async def test_a_client_that_stops_reading_loses_its_connection_and_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
-    async with http_stack(tmp_path, stalled_seconds=0.2) as door:
+    async with http_stack(tmp_path, stalled_seconds=0.2) as endpoint:
         content = json.dumps(ENDLESS | {"stream": True, "logprobs": True, "top_logprobs": 20}).encode()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             client.setblocking(False)
             loop = asyncio.get_running_loop()
-            await loop.sock_connect(client, ("127.0.0.1", door.port))
+            await loop.sock_connect(client, ("127.0.0.1", endpoint.port))
             await loop.sock_sendall(client, head(len(content)) + content)
-            await until_running(door, 1)
-            (transport,) = door.transports  # whose kernel would by itself keep megabytes for a client
+            await until_running(endpoint, 1)
+            (transport,) = endpoint.transports  # whose kernel would by itself keep megabytes for a client
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            await until_running(door, 0)
+            await until_running(endpoint, 0)
             await until(lambda: transport.is_closing())
             assert transport.get_write_buffer_size() == 0, "what it did not read is not kept for it"
 
 
-async def test_the_server_ignores_signals_and_ends_with_its_block(door: HttpStack) -> None:
+async def test_the_server_ignores_signals_and_ends_with_its_block(endpoint: HttpStack) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    app = http_app(Callers(door.stack.requests), CollectorRegistry())
+    app = http_app(Callers(endpoint.stack.requests), CollectorRegistry())
     async with http_serving("127.0.0.1", 0, app) as port, httpx.AsyncClient() as client:
         url = f"http://127.0.0.1:{port}/version"
         assert (await client.get(url)).status_code == 200
@@ -198,16 +200,18 @@ async def test_the_server_ignores_signals_and_ends_with_its_block(door: HttpStac
             await client.get(url)
 
 
-async def test_a_body_that_does_not_arrive_is_not_waited_for(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_arrive_is_not_waited_for(
+    endpoint: HttpStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(body, "READ_SECONDS", 0.05)
-    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
     writer.write(head(100) + b"{")
     assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
     writer.close()
     await writer.wait_closed()
 
 
-async def test_bodies_share_one_memory_limit(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_share_one_memory_limit(endpoint: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "MAX_ALL_BYTES", 1000)
     may_go_on = asyncio.Event()
     content = json.dumps(BODY | {"max_tokens": 1, "user": "x" * 500}).encode()
@@ -217,14 +221,14 @@ async def test_bodies_share_one_memory_limit(door: HttpStack, monkeypatch: pytes
         await may_go_on.wait()
         yield content[-10:]
 
-    first = asyncio.create_task(door.client.post(PATH, content=slow(), headers=JSON))
+    first = asyncio.create_task(endpoint.client.post(PATH, content=slow(), headers=JSON))
     statuses = set[int]()
     async with asyncio.timeout(PATIENCE_SECONDS):
         while 429 not in statuses:  # as soon as the first one's bytes are there
-            statuses.add((await door.client.post(PATH, content=content, headers=JSON)).status_code)
+            statuses.add((await endpoint.client.post(PATH, content=content, headers=JSON)).status_code)
     may_go_on.set()
     assert (await first).status_code == 200
-    assert (await door.client.post(PATH, content=content, headers=JSON)).status_code == 200
+    assert (await endpoint.client.post(PATH, content=content, headers=JSON)).status_code == 200
     assert statuses <= {200, 429}
 
 
@@ -343,7 +347,7 @@ async def test_a_handshake_in_progress_does_not_end_the_server(
     monkeypatch.setattr(_Handshake, "connection_made", noted)
     monkeypatch.setattr(tls, "HANDSHAKE_SECONDS", 600.0)
     authority, stop = Authority(), asyncio.Event()
-    certificate, key = authority.pair("door").write(tmp_path, "door")
+    certificate, key = authority.pair("endpoint").write(tmp_path, "endpoint")
     context = ssl.create_default_context(cadata=authority.certificate.decode())
     config = config_of(stage, "--tls-cert", str(certificate), "--tls-key", str(key))
     async with assembled(config, stop) as orchestrator:

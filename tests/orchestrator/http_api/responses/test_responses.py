@@ -76,21 +76,21 @@ def kinds_of(events: list[Json]) -> list[str]:
     return [kind for before, kind in zip(["", *kinds], kinds, strict=False) if kind != before]
 
 
-async def test_the_text_equals_that_of_a_chat_with_the_same_seed(door: HttpStack) -> None:
-    chat = await door.answer(CHAT, CHAT_BODY)
+async def test_the_text_equals_that_of_a_chat_with_the_same_seed(endpoint: HttpStack) -> None:
+    chat = await endpoint.answer(CHAT, CHAT_BODY)
     expected = chat["choices"][0]["message"]["content"]
     for speculation in ({"speculation": False}, {"speculation": {"budget": 8, "width": 2, "depth": 3}}):
-        response = await door.answer(PATH, BODY | speculation)
+        response = await endpoint.answer(PATH, BODY | speculation)
         assert text_of(response) == expected
-        events = await door.events(PATH, BODY | speculation)
+        events = await endpoint.events(PATH, BODY | speculation)
         assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == expected
         assert text_of(events[-1]["response"]) == expected
     assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
 
 
-async def test_a_whole_response_has_the_fields_that_clients_read(door: HttpStack) -> None:
+async def test_a_whole_response_has_the_fields_that_clients_read(endpoint: HttpStack) -> None:
     asked = {"instructions": "Be short.", "metadata": {"a": "b"}, "user": "u", "model": "quick"}
-    response = await door.answer(PATH, BODY | asked)
+    response = await endpoint.answer(PATH, BODY | asked)
     assert response["id"].startswith("resp_")
     assert (response["object"], response["error"], response["store"]) == ("response", None, False)
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
@@ -105,19 +105,19 @@ async def test_a_whole_response_has_the_fields_that_clients_read(door: HttpStack
     require_openai_form([{"type": "response.incomplete", "sequence_number": 0, "response": response}])
 
 
-async def test_a_stop_text_completes_a_response(door: HttpStack) -> None:
-    words = text_of(await door.answer(PATH, BODY)).split()
-    response = await door.answer(PATH, BODY | {"stop": words[3]})
+async def test_a_stop_text_completes_a_response(endpoint: HttpStack) -> None:
+    words = text_of(await endpoint.answer(PATH, BODY)).split()
+    response = await endpoint.answer(PATH, BODY | {"stop": words[3]})
     assert (response["status"], text_of(response).split()) == ("completed", words[:3])
     assert response["completed_at"] >= response["created_at"]
     assert response["output"][0]["status"] == "completed"
-    events = await door.events(PATH, BODY | {"stop": words[3]})
+    events = await endpoint.events(PATH, BODY | {"stop": words[3]})
     assert events[-1]["type"] == "response.completed"
     require_openai_form(events)
 
 
-async def test_a_stream_has_the_events_of_its_items_in_order(door: HttpStack) -> None:
-    events = await door.events(PATH, BODY | LOGPROBS)
+async def test_a_stream_has_the_events_of_its_items_in_order(endpoint: HttpStack) -> None:
+    events = await endpoint.events(PATH, BODY | LOGPROBS)
     require_openai_form(events)
     assert kinds_of(events) == [
         "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
@@ -133,18 +133,18 @@ async def test_a_stream_has_the_events_of_its_items_in_order(door: HttpStack) ->
     assert len(told) == 12
     assert all(len(entry["top_logprobs"]) == 2 for entry in told)
     assert "".join(entry["token"] for entry in told) == part["text"]
-    whole = await door.answer(PATH, BODY | LOGPROBS)
+    whole = await endpoint.answer(PATH, BODY | LOGPROBS)
     assert whole["output"][0]["content"] == item["content"]
 
 
-async def test_a_conversation_gives_the_same_prompt_as_a_chat(door: HttpStack) -> None:
+async def test_a_conversation_gives_the_same_prompt_as_a_chat(endpoint: HttpStack) -> None:
     """Whatever form its items have."""
     said = [
         {"role": "system", "content": "a"},
         {"role": "user", "content": "bc"},
         {"role": "assistant", "content": "d"},
     ]
-    expected = await door.answer(CHAT, CHAT_BODY | {"messages": [*said, *CHAT_BODY["messages"]]})
+    expected = await endpoint.answer(CHAT, CHAT_BODY | {"messages": [*said, *CHAT_BODY["messages"]]})
     items: list[Json] = [
         {"role": "user", "content": [{"type": "input_text", "text": "b"}, {"type": "input_text", "text": "c"}]},
         REASONING,
@@ -153,16 +153,16 @@ async def test_a_conversation_gives_the_same_prompt_as_a_chat(door: HttpStack) -
         {"type": "message", "role": "user", "content": QUESTION},
     ]
     for asked in ({"instructions": "a", "input": items}, {"input": [{"role": "developer", "content": "a"}, *items]}):
-        response = await door.answer(PATH, BODY | asked)
+        response = await endpoint.answer(PATH, BODY | asked)
         assert text_of(response) == expected["choices"][0]["message"]["content"]
         assert response["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
 
 
-async def broken_by(door: HttpStack, end: Any, **asked: Any) -> list[Json]:
+async def broken_by(endpoint: HttpStack, end: Any, **asked: Any) -> list[Json]:
     """The events of an endless stream at whose first text `end` is called with its id."""
     events: list[Json] = []
     body = BODY | {"max_output_tokens": 4000, "stream": True} | asked
-    async with door.client.stream("POST", PATH, json=body) as response:
+    async with endpoint.client.stream("POST", PATH, json=body) as response:
         async for line in response.aiter_lines():
             if line.startswith("data: "):
                 events.append(json.loads(line.removeprefix("data: ")))
@@ -173,22 +173,22 @@ async def broken_by(door: HttpStack, end: Any, **asked: Any) -> list[Json]:
     return events
 
 
-async def test_an_error_in_a_stream_is_its_last_event(door: HttpStack) -> None:
+async def test_an_error_in_a_stream_is_its_last_event(endpoint: HttpStack) -> None:
     async def close(_: str) -> None:
-        await door.stack.requests.close_session(ScopedId("closed half-way"))
+        await endpoint.stack.requests.close_session(ScopedId("closed half-way"))
 
-    last = (await broken_by(door, close, session_id="closed half-way"))[-1]
+    last = (await broken_by(endpoint, close, session_id="closed half-way"))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     error = last["response"]["error"]
     assert (error["code"], error["param"], error["type"]) == ("server_error", "session_id", "conflict_error")
     assert last["response"]["output"][0]["status"] == "incomplete"
 
 
-async def test_an_aborted_request_is_a_cancelled_response(door: HttpStack) -> None:
+async def test_an_aborted_request_is_a_cancelled_response(endpoint: HttpStack) -> None:
     async def abort(response_id: str) -> None:
-        door.stack.requests.abort(ScopedId(response_id))
+        endpoint.stack.requests.abort(ScopedId(response_id))
 
-    last = (await broken_by(door, abort))[-1]
+    last = (await broken_by(endpoint, abort))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "cancelled")
     assert last["response"]["incomplete_details"] is None
     assert last["response"]["error"] == {"code": "server_error", "message": "the request was aborted"}
@@ -248,10 +248,10 @@ async def test_an_aborted_request_is_a_cancelled_response(door: HttpStack) -> No
         ("min_tokens", 13),
     ],
 )
-async def test_an_invalid_field_is_named(door: HttpStack, field: str, value: Any) -> None:
+async def test_an_invalid_field_is_named(endpoint: HttpStack, field: str, value: Any) -> None:
     name = field.partition(".")[0].partition("[")[0]
     for stream in (False, True):
-        status, error = await door.refusal(PATH, BODY | {"ignore_eos": None, "stream": stream, name: value})
+        status, error = await endpoint.refusal(PATH, BODY | {"ignore_eos": None, "stream": stream, name: value})
         assert (status, error["type"], error["param"]) == (400, "invalid_request_error", field), error
         assert error["message"].startswith(f"{field}: "), error
 
@@ -267,12 +267,12 @@ async def test_an_invalid_field_is_named(door: HttpStack, field: str, value: Any
         dict.fromkeys(name for name in ResponseFields.model_fields if name not in BODY),
     ],
 )
-async def test_default_values_are_accepted(door: HttpStack, asked: Json) -> None:
-    response = await door.answer(PATH, BODY | {"max_output_tokens": 1} | asked)
+async def test_default_values_are_accepted(endpoint: HttpStack, asked: Json) -> None:
+    response = await endpoint.answer(PATH, BODY | {"max_output_tokens": 1} | asked)
     require_openai_form([{"type": "response.incomplete", "sequence_number": 0, "response": response}])
 
 
-async def test_simulated_workers_follow_formats_and_call_tools(door: HttpStack) -> None:
+async def test_simulated_workers_follow_formats_and_call_tools(endpoint: HttpStack) -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer"}},
@@ -281,28 +281,28 @@ async def test_simulated_workers_follow_formats_and_call_tools(door: HttpStack) 
     }
     asked = {"input": "x", "seed": 3}
     formed = asked | {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}
-    whole = await door.answer(PATH, formed)
+    whole = await endpoint.answer(PATH, formed)
     assert list(json.loads(text_of(whole))) == ["n"]
-    assert text_of((await door.events(PATH, formed))[-1]["response"]) == text_of(whole)
+    assert text_of((await endpoint.events(PATH, formed))[-1]["response"]) == text_of(whole)
     demanded = asked | {
         "tools": [TOOL | {"parameters": schema}],
         "tool_choice": "required",
         "parallel_tool_calls": False,
     }
-    (call,) = (await door.answer(PATH, demanded))["output"]
+    (call,) = (await endpoint.answer(PATH, demanded))["output"]
     assert (call["name"], list(json.loads(call["arguments"]))) == ("f", ["n"])
     said = [USER, call, RETURNED | {"call_id": call["call_id"]}]
-    assert text_of(await door.answer(PATH, {"input": said, "tools": [TOOL], "max_output_tokens": 9}))
+    assert text_of(await endpoint.answer(PATH, {"input": said, "tools": [TOOL], "max_output_tokens": 9}))
 
 
-async def test_responses_are_not_kept(door: HttpStack) -> None:
-    response_id = (await door.answer(PATH, BODY | {"max_output_tokens": 1}))["id"]
+async def test_responses_are_not_kept(endpoint: HttpStack) -> None:
+    response_id = (await endpoint.answer(PATH, BODY | {"max_output_tokens": 1}))["id"]
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
-        answer = await door.client.request(method, f"{PATH}/{response_id}{path}")
+        answer = await endpoint.client.request(method, f"{PATH}/{response_id}{path}")
         error = error_of(answer)
         assert (answer.status_code, error["param"], error["code"]) == (404, "response_id", "not_found")
         assert "send the items of the conversation so far as input" in error["message"]
-    refusal = await door.refusal(PATH, BODY | {"model": "gpt-9"})
+    refusal = await endpoint.refusal(PATH, BODY | {"model": "gpt-9"})
     assert (refusal[0], refusal[1]["code"]) == (404, "model_not_found")
 
 

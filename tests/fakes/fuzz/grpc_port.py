@@ -12,7 +12,7 @@ import grpc
 
 from bough.rpc.server import open_channel
 from bough.rpc.status_map import ERROR_KEY, MAX_MESSAGE_BYTES, STATUS_OF
-from tests.fakes.fuzz.http_door import close_side
+from tests.fakes.fuzz.http_port import close_side
 from tests.fakes.fuzz.mutation import Mutator
 from tests.fakes.fuzz.ordinary import GRPC, HEALTH, SERVICE, Calls
 from tests.fakes.fuzz.outcomes import ANSWER_SECONDS, Outcomes

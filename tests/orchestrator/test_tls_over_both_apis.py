@@ -1,4 +1,4 @@
-"""Both doors with TLS: who is answered, who is refused and how fast, and certificates that change under a stream."""
+"""Both APIs with TLS: which clients are answered or refused, how fast, and certificates that change in a stream."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ BODY = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """An orchestrator with a certificate, before a target without: TLS at the doors alone."""
+class Endpoint:
+    """An orchestrator with a certificate, with a target without: TLS for its two APIs only."""
 
     stage: Stage
     orchestrator: Orchestrator
@@ -53,19 +53,19 @@ class Door:
 
 
 @asynccontextmanager
-async def door_with(folder: Path, *flags: str) -> AsyncIterator[Door]:
-    certificate, key = AUTHORITY.pair("door").write(folder, "door")
+async def endpoint_with(folder: Path, *flags: str) -> AsyncIterator[Endpoint]:
+    certificate, key = AUTHORITY.pair("endpoint").write(folder, "endpoint")
     AUTHORITY.write(folder)
     async with staged(folder) as stage:
         config = config_of(stage, "--tls-cert", str(certificate), "--tls-key", str(key), *flags)
         async with assembled(config, asyncio.Event()) as orchestrator:
             await until(lambda: orchestrator.directory.has_target)
-            yield Door(stage, orchestrator, folder)
+            yield Endpoint(stage, orchestrator, folder)
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[Door]:
-    async with door_with(tmp_path) as running:
+async def endpoint(tmp_path: Path) -> AsyncIterator[Endpoint]:
+    async with endpoint_with(tmp_path) as running:
         yield running
 
 
@@ -96,37 +96,39 @@ async def refused(client: Client) -> str:
     return str(told.value)
 
 
-async def test_both_apis_answer_over_tls(door: Door, tmp_path: Path) -> None:
-    async with door.client(knowing(tmp_path)) as client:
+async def test_both_apis_answer_over_tls(endpoint: Endpoint, tmp_path: Path) -> None:
+    async with endpoint.client(knowing(tmp_path)) as client:
         assert (await answered(client)).usage.completion_tokens == 3
         assert (await client.server_info()).http_url.startswith("https://127.0.0.1:")
-    async with door.client(knowing(tmp_path), f"grpcs://{door.address}") as client:
+    async with endpoint.client(knowing(tmp_path), f"grpcs://{endpoint.address}") as client:
         await answered(client)
-    async with door.http(context_of(AUTHORITY)) as http:
+    async with endpoint.http(context_of(AUTHORITY)) as http:
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200
         async with http.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
             assert "data: [DONE]" in (await response.aread()).decode()
-    assert await status_of(door.address, files=knowing(tmp_path)) == "SERVING"
+    assert await status_of(endpoint.address, files=knowing(tmp_path)) == "SERVING"
 
 
-async def test_a_client_with_wrong_tls_settings_is_refused_with_the_reason_at_once(door: Door, tmp_path: Path) -> None:
-    stranger = await refused(door.client(knowing(tmp_path, STRANGER, "stranger")))
+async def test_a_client_with_wrong_tls_settings_is_refused_with_the_reason_at_once(
+    endpoint: Endpoint, tmp_path: Path
+) -> None:
+    stranger = await refused(endpoint.client(knowing(tmp_path, STRANGER, "stranger")))
     assert "its certificate must be of the authority in --tls-ca (BOUGH_TLS_CA)" in stranger
-    plain = await refused(door.client(CertificateFiles()))
+    plain = await refused(endpoint.client(CertificateFiles()))
     assert "if it speaks TLS, the address must be grpcs://HOST:PORT, or --tls-ca (BOUGH_TLS_CA) must be given" in plain
-    await change(door, AUTHORITY, "elsewhere")
-    named = await refused(door.client(knowing(tmp_path)))
+    await change(endpoint, AUTHORITY, "elsewhere")
+    named = await refused(endpoint.client(knowing(tmp_path)))
     assert "its certificate must have the name in the address" in named
-    async with door.http(context_of(AUTHORITY)) as http:
+    async with endpoint.http(context_of(AUTHORITY)) as http:
         with pytest.raises(httpx.ConnectError, match="IP address mismatch"):
             await http.get("/health")
 
 
-async def change(door: Door, authority: Authority, *hosts: str) -> None:
-    """Puts another certificate in the place of the door's; returns when it is served."""
-    pair = authority.pair("door", hosts)
-    pair.write(door.folder, "door")
-    port = httpx.URL(door.orchestrator.requests.http_url).port
+async def change(endpoint: Endpoint, authority: Authority, *hosts: str) -> None:
+    """Puts another certificate in the place of the endpoint's; returns when it is served."""
+    pair = authority.pair("endpoint", hosts)
+    pair.write(endpoint.folder, "endpoint")
+    port = httpx.URL(endpoint.orchestrator.requests.http_url).port
     assert port is not None
     async with asyncio.timeout(AT_ONCE_SECONDS):
         while (await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))).encode() != pair.certificate:
@@ -134,11 +136,11 @@ async def change(door: Door, authority: Authority, *hosts: str) -> None:
 
 
 async def test_plain_http_at_the_https_port_ends_at_once_and_is_logged(
-    door: Door, caplog: pytest.LogCaptureFixture
+    endpoint: Endpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = door.orchestrator.requests.http_url.replace("https", "http")
+    url = endpoint.orchestrator.requests.http_url.replace("https", "http")
     with caplog.at_level(logging.WARNING):
-        async with door.http(context_of(AUTHORITY), url) as http, asyncio.timeout(AT_ONCE_SECONDS):
+        async with endpoint.http(context_of(AUTHORITY), url) as http, asyncio.timeout(AT_ONCE_SECONDS):
             with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
                 await http.get("/health")
         await until(lambda: "it speaks plain HTTP, but this port serves https://" in caplog.text)
@@ -163,8 +165,8 @@ async def test_handshakes_are_limited_in_number_and_time(
 ) -> None:
     monkeypatch.setattr(server_module, "most_connections", lambda: 2)
     monkeypatch.setattr("bough.security.tls.HANDSHAKE_SECONDS", 2.0)
-    async with door_with(tmp_path) as door, door.http(context_of(AUTHORITY)) as http:
-        port = httpx.URL(door.orchestrator.requests.http_url).port
+    async with endpoint_with(tmp_path) as endpoint, endpoint.http(context_of(AUTHORITY)) as http:
+        port = httpx.URL(endpoint.orchestrator.requests.http_url).port
         assert port is not None
         with caplog.at_level(logging.WARNING):
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
@@ -184,53 +186,53 @@ async def test_clients_without_a_certificate_are_refused_if_one_is_required(
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     clients = CLIENTS.write(theirs)
-    async with door_with(tmp_path, "--tls-client-ca", str(clients)) as door:
+    async with endpoint_with(tmp_path, "--tls-client-ca", str(clients)) as endpoint:
         shown, strange = CLIENTS.pair("app", []).write(theirs, "app"), STRANGER.pair("app").write(theirs, "strange")
         known = knowing(tmp_path)
-        async with door.client(replace(known, cert=str(shown[0]), key=str(shown[1]))) as client:
+        async with endpoint.client(replace(known, cert=str(shown[0]), key=str(shown[1]))) as client:
             await answered(client)
-        async with door.http(context_of(AUTHORITY, *shown)) as http:
+        async with endpoint.http(context_of(AUTHORITY, *shown)) as http:
             assert (await http.get("/health")).status_code == 200
         asked = "if it requires a certificate, also --tls-cert and --tls-key"
-        assert asked in await refused(door.client(known))
-        assert asked in await refused(door.client(replace(known, cert=str(strange[0]), key=str(strange[1]))))
+        assert asked in await refused(endpoint.client(known))
+        assert asked in await refused(endpoint.client(replace(known, cert=str(strange[0]), key=str(strange[1]))))
         with caplog.at_level(logging.WARNING):
             for context in (context_of(AUTHORITY), context_of(AUTHORITY, *strange)):
-                async with door.http(context) as http:
+                async with endpoint.http(context) as http:
                     with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
                         await http.get("/health")
             await until(lambda: "it has no certificate, but --tls-client-ca requires one" in caplog.text)
 
 
-async def test_a_certificate_can_be_replaced_during_a_stream(door: Door, tmp_path: Path) -> None:
+async def test_a_certificate_can_be_replaced_during_a_stream(endpoint: Endpoint, tmp_path: Path) -> None:
     """The stream goes on; the next connection has the new one, of another authority."""
-    door.stage.target.sweep_seconds = 0.02
+    endpoint.stage.target.sweep_seconds = 0.02
     shown = context_of(AUTHORITY)
-    async with door.client(knowing(tmp_path)) as client, door.http(shown) as http:
+    async with endpoint.client(knowing(tmp_path)) as client, endpoint.http(shown) as http:
         stream = client.generate(PROMPT, LONG)
         assert isinstance(await anext(stream), Started)
         async with http.stream("POST", "/v1/completions", json=BODY | {"stream": True, "max_tokens": 9000}) as response:
             lines = response.aiter_lines()
             await anext(lines)
-            await change(door, STRANGER, "127.0.0.1")
+            await change(endpoint, STRANGER, "127.0.0.1")
             for _ in range(20):
                 await anext(stream)
                 await anext(lines)
         await stream.aclose()
     new = knowing(tmp_path, STRANGER, "stranger")
-    async with door.client(new) as client, door.http(context_of(STRANGER)) as http:
+    async with endpoint.client(new) as client, endpoint.http(context_of(STRANGER)) as http:
         await answered(client)
         assert (await http.get("/health")).status_code == 200
-    await refused(door.client(knowing(tmp_path)))
+    await refused(endpoint.client(knowing(tmp_path)))
 
 
-async def test_a_client_reads_a_new_authority_after_a_failure(door: Door, tmp_path: Path) -> None:
+async def test_a_client_reads_a_new_authority_after_a_failure(endpoint: Endpoint, tmp_path: Path) -> None:
     files = knowing(tmp_path)
-    async with door.client(files) as client:
+    async with endpoint.client(files) as client:
         await client.models()
-        await change(door, STRANGER, "127.0.0.1")
+        await change(endpoint, STRANGER, "127.0.0.1")
         STRANGER.write(tmp_path)
-        async with Client("127.0.0.1:1", door.address, patience_seconds=0.0, certificates=files) as other:
+        async with Client("127.0.0.1:1", endpoint.address, patience_seconds=0.0, certificates=files) as other:
             assert await other.models()
 
 
@@ -250,21 +252,21 @@ async def test_workers_are_only_called_over_tls_if_there_is_an_authority(
 
 async def test_metrics_are_served_over_tls_and_found_there(tmp_path: Path) -> None:
     """One that says nothing keeps nobody waiting; plain text ends at once; the certificate is that of the moment."""
-    async with door_with(tmp_path, "--metrics-port", "0") as door, door.http(context_of(AUTHORITY)) as http:
-        record = WorkerRecord("orchestrator", "o", door.address, metrics=door.orchestrator.metrics_address)
-        async with registered(door.stage.registry, lambda: record):
+    async with endpoint_with(tmp_path, "--metrics-port", "0") as endpoint, endpoint.http(context_of(AUTHORITY)) as http:
+        record = WorkerRecord("orchestrator", "o", endpoint.address, metrics=endpoint.orchestrator.metrics_address)
+        async with registered(endpoint.stage.registry, lambda: record):
             found = (await http.get("/service-discovery")).json()
         (url,) = [f"{each['labels']['__scheme__']}://{each['targets'][0]}/metrics" for each in found]
-        assert url == door.orchestrator.requests.metrics_url
+        assert url == endpoint.orchestrator.requests.metrics_url
         host, port = httpx.URL(url).host, httpx.URL(url).port
         assert port is not None
         silent = [await asyncio.open_connection(host, port) for _ in range(10)]
         assert "vllm:num_requests_running" in (await http.get(url)).text
         with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
             await http.get(url.replace("https", "http"))
-        STRANGER.pair("door").write(door.folder, "door")
+        STRANGER.pair("endpoint").write(endpoint.folder, "endpoint")
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-            async with door.http(context_of(AUTHORITY)) as late:
+            async with endpoint.http(context_of(AUTHORITY)) as late:
                 await late.get(url)
         for _, writer in silent:
             writer.close()

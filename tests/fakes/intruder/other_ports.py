@@ -1,4 +1,4 @@
-"""Ways in that are no door of bough's own services: ports of metrics, the index, Ray Serve's forwarder."""
+"""Ways in that are no endpoint of bough's own services: ports of metrics, the index, Ray Serve's forwarder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def at_metrics(tally: Tally, stage: Stage) -> None:
 
 
 async def at_forwarder(tally: Tally, stage: Stage) -> None:
-    """All that is tried at the HTTP door, through what Ray Serve's proxy calls, where its packages are installed."""
+    """The attempts at the HTTP port, through the forwarder of Ray Serve's proxy, if its packages are installed."""
     if find_spec("aiohttp") is None:
         return
     from deploy.forward import Forwarder

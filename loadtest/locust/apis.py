@@ -42,7 +42,7 @@ class Conversation:
         return Conversation(uuid.uuid4().hex)
 
 
-class Door(Protocol):
+class Api(Protocol):
     """A user's client of one API."""
 
     name: str  # in samples
@@ -56,7 +56,7 @@ class Door(Protocol):
         ...
 
 
-class GrpcDoor:
+class GrpcApi:
     """A user's own channel, as an application would have."""
 
     name = "grpc"
@@ -92,7 +92,7 @@ class GrpcDoor:
         return reading.sample(users)
 
 
-class HttpDoor:
+class HttpApi:
     """A user's own `requests` session for streams of `/v1/chat/completions`.
 
     `iter_lines` with `chunk_size=None` gives lines as they come; locust's FastHttpUser waits for 1024 bytes.
@@ -101,7 +101,7 @@ class HttpDoor:
     name = "http"
 
     def __init__(self, url: str, timeout_seconds: float, started: float) -> None:
-        """`url` is without /v1; `started` as in `GrpcDoor`."""
+        """`url` is without /v1; `started` as in `GrpcApi`."""
         self._url, self._timeout_seconds, self._started = url.rstrip("/"), timeout_seconds, started
         self._session = requests.Session()
         self._session.headers.update(_credentials())

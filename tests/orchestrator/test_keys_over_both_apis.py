@@ -1,4 +1,4 @@
-"""An orchestrator with a file of keys: who comes in at both doors; nothing of a tenant's is known to another."""
+"""An orchestrator with a file of keys: which callers both APIs accept; tenants learn nothing of each other."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def guarded(folder: Path, *flags: str, **limits: int) -> AsyncIterator[Gua
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[Guarded]:
+async def endpoint(tmp_path: Path) -> AsyncIterator[Guarded]:
     async with guarded(tmp_path) as running:
         yield running
 
@@ -98,9 +98,9 @@ async def answer(client: Client, options: GenerateOptions = SHORT) -> tuple[Star
 
 
 @pytest.mark.parametrize("key", ["", "sk-nobody", ALICE[:-1], hash_of(ALICE)])
-async def test_grpc_refuses_every_call_without_a_key(door: Guarded, key: str) -> None:
+async def test_grpc_refuses_every_call_without_a_key(endpoint: Guarded, key: str) -> None:
     """Every call of the service, unknown ones and reflection: before a message of theirs is read."""
-    async with door.client(key) as client:
+    async with endpoint.client(key) as client:
         calls: list[Callable[[], Awaitable[object]]] = [
             lambda: answer(client), lambda: client.abort("r"), lambda: client.close_session("s"), client.models,
             client.server_info, client.loads, client.acceptance, client.decisions,
@@ -108,7 +108,7 @@ async def test_grpc_refuses_every_call_without_a_key(door: Guarded, key: str) ->
         for call in calls:
             with pytest.raises(Unauthenticated, match="authorization: must be Bearer and a valid key"):
                 await call()
-    async with open_channel(door.address) as channel:
+    async with open_channel(endpoint.address) as channel:
         for method in ("/bough.v1.Generation/NoSuch", "/nothing", "/bough.v1.Generation/Generate"):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await channel.unary_unary(method)(b"\xff" * 1000)
@@ -121,36 +121,36 @@ async def test_grpc_refuses_every_call_without_a_key(door: Guarded, key: str) ->
             await asked.read()
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert await is_serving(channel, "", 5.0)  # balancers have no key
-    assert not door.stage.target.asked
+    assert not endpoint.stage.target.asked
 
 
-async def test_a_key_works_over_both_apis(door: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with door.client(ALICE) as client:
+async def test_a_key_works_over_both_apis(endpoint: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with endpoint.client(ALICE) as client:
         started, finished = await answer(client)
         assert (finished.finish_reason, len(started.request_id)) == ("length", 32)
         assert await client.models()
     monkeypatch.setenv("BOUGH_API_KEY", BOB)
-    async with door.client(None) as client:
+    async with endpoint.client(None) as client:
         await answer(client)
-    async with door.http(ALICE) as client:
+    async with endpoint.http(ALICE) as client:
         assert (await client.post("/v1/completions", json=BODY)).json()["usage"]["completion_tokens"] == 3
         assert (await client.get("/v1/models")).status_code == 200
 
 
-async def test_users_of_a_load_test_send_their_key(door: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_users_of_a_load_test_send_their_key(endpoint: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody could try an orchestrator under load that is guarded as it should be."""
-    doors = pytest.importorskip("loadtest.locust.doors", reason="extra `loadtest`")
+    endpoints = pytest.importorskip("loadtest.locust.apis", reason="extra `loadtest`")
     for key in (ALICE, ""):
         monkeypatch.setenv("BOUGH_API_KEY", key)
-        url = door.orchestrator.requests.http_url
-        for user in (doors.GrpcDoor(door.address, 60.0, 0.0), doors.HttpDoor(url, 60.0, 0.0)):
-            sample = await asyncio.to_thread(user.ask, doors.Conversation(), Question("hello", 3), 1)
+        url = endpoint.orchestrator.requests.http_url
+        for user in (endpoints.GrpcApi(endpoint.address, 60.0, 0.0), endpoints.HttpApi(url, 60.0, 0.0)):
+            sample = await asyncio.to_thread(user.ask, endpoints.Conversation(), Question("hello", 3), 1)
             user.close()
             assert ("authorization: must be Bearer" in sample.error) is (key == ""), sample
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer sk-nobody"}, {"authorization": ALICE}])
-async def test_http_refuses_every_request_without_a_key(door: Guarded, headers: dict[str, str]) -> None:
+async def test_http_refuses_every_request_without_a_key(endpoint: Guarded, headers: dict[str, str]) -> None:
     """But health; also no path that is not there, and before a body is read."""
     paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/x/cancel", "/tokenize")
     asked = [("POST", path) for path in (*paths, "/detokenize")] + [("DELETE", "/v1/responses/x")]
@@ -166,7 +166,7 @@ async def test_http_refuses_every_request_without_a_key(door: Guarded, headers: 
             "/nothing",
         )
     ]
-    async with door.http() as client:
+    async with endpoint.http() as client:
         for method, path in asked:
             response = await client.request(method, path, headers=headers, json=BODY if method == "POST" else None)
             error = error_of(response)
@@ -176,51 +176,51 @@ async def test_http_refuses_every_request_without_a_key(door: Guarded, headers: 
             assert response.headers["www-authenticate"] == "Bearer"
             assert response.headers["x-request-id"]
         assert (await client.get("/health")).status_code == 200
-    assert not door.stage.target.asked
+    assert not endpoint.stage.target.asked
 
 
 async def test_metrics_need_a_key_unless_they_are_public(tmp_path: Path) -> None:
-    async with guarded(tmp_path) as door, door.http(ALICE) as client:
+    async with guarded(tmp_path) as endpoint, endpoint.http(ALICE) as client:
         assert any(text_string_to_metric_families((await client.get("/metrics")).text))
-        assert door.orchestrator.requests.metrics_url.startswith("http://127.0.0.1:")
-    async with guarded(tmp_path, "--open-metrics") as door, door.http() as client:
+        assert endpoint.orchestrator.requests.metrics_url.startswith("http://127.0.0.1:")
+    async with guarded(tmp_path, "--open-metrics") as endpoint, endpoint.http() as client:
         assert any(text_string_to_metric_families((await client.get("/metrics")).text))
         assert (await client.get("/v1/models")).status_code == 401
 
 
-async def test_keys_change_while_streams_run(door: Guarded) -> None:
+async def test_keys_change_while_streams_run(endpoint: Guarded) -> None:
     """By SIGHUP's way at once, and soon by itself; who has begun goes on, and a mistake in the file changes nothing."""
-    door.stage.target.may_answer.clear()
-    async with door.client(ALICE) as alice, door.client("sk-carol") as carol:
+    endpoint.stage.target.may_answer.clear()
+    async with endpoint.client(ALICE) as alice, endpoint.client("sk-carol") as carol:
         running = asyncio.create_task(answer(alice))
-        await until(lambda: door.stage.target.asked)
-        door.write(line("carol", "sk-carol"))
-        door.orchestrator.callers.refresh()
+        await until(lambda: endpoint.stage.target.asked)
+        endpoint.write(line("carol", "sk-carol"))
+        endpoint.orchestrator.callers.refresh()
         await carol.models()
         with pytest.raises(Unauthenticated):
             await alice.models()
-        door.stage.target.may_answer.set()
+        endpoint.stage.target.may_answer.set()
         assert (await running)[1].finish_reason == "length"
-        door.write({"name": "carol"})
-        door.orchestrator.callers.refresh()
+        endpoint.write({"name": "carol"})
+        endpoint.orchestrator.callers.refresh()
         await carol.models()
-        door.write(line("alice", ALICE))
-        await until(lambda: [key.name for key in door.orchestrator.callers.keyring.file.value] == ["alice"])
+        endpoint.write(line("alice", ALICE))
+        await until(lambda: [key.name for key in endpoint.orchestrator.callers.keyring.file.value] == ["alice"])
         await alice.models()
 
 
-async def test_a_tenants_ids_are_unknown_to_others(door: Guarded) -> None:
+async def test_a_tenants_ids_are_unknown_to_others(endpoint: Guarded) -> None:
     """Equal names at one time are two requests in two sessions; a foreign name is answered as an unknown one."""
     named = GenerateOptions(request_id="r", session_id="s", max_tokens=3, temperature=0.0)
-    door.stage.target.may_answer.clear()
-    async with door.client(ALICE) as alice, door.client(BOB) as bob:
+    endpoint.stage.target.may_answer.clear()
+    async with endpoint.client(ALICE) as alice, endpoint.client(BOB) as bob:
         running = asyncio.create_task(answer(alice, named))
-        await until(lambda: door.stage.target.asked)
+        await until(lambda: endpoint.stage.target.asked)
         other = asyncio.create_task(answer(bob, named))
-        await until(lambda: len(set(door.stage.target.asked)) == 2)
+        await until(lambda: len(set(endpoint.stage.target.asked)) == 2)
         for call in (lambda c: c.abort("q"), lambda c: c.close_session("q"), lambda c: c.decisions("q")):
             assert str(await refusal(call(bob))) == str(await refusal(call(alice)))
-        door.stage.target.may_answer.set()
+        endpoint.stage.target.may_answer.set()
         assert ((await running)[0].request_id, (await other)[0].request_id) == ("r", "r")
         await bob.close_session("s")
         assert "session_id: 's' is not known" in str(await refusal(bob.close_session("s")))
@@ -228,37 +228,37 @@ async def test_a_tenants_ids_are_unknown_to_others(door: Guarded) -> None:
         assert again.prompt_tokens == 5 + 3 + 5  # Alice's session is still there
 
 
-async def test_another_tenants_request_is_neither_aborted_nor_resumed_nor_explained(door: Guarded) -> None:
-    door.stage.target.may_answer.clear()
-    async with door.client(ALICE) as alice, door.client(BOB) as bob:
+async def test_another_tenants_request_is_neither_aborted_nor_resumed_nor_explained(endpoint: Guarded) -> None:
+    endpoint.stage.target.may_answer.clear()
+    async with endpoint.client(ALICE) as alice, endpoint.client(BOB) as bob:
         running = asyncio.create_task(answer(alice, GenerateOptions(request_id="r", max_tokens=3, seed=1)))
-        await until(lambda: door.stage.target.asked)
+        await until(lambda: endpoint.stage.target.asked)
         assert isinstance(await refusal(bob.abort("r")), NotFound)
-        door.stage.target.may_answer.set()
+        endpoint.stage.target.may_answer.set()
         assert (await running)[1].finish_reason == "length"
         for name in ("r", "alice::r", ""):  # the last session at work is not Bob's
             assert isinstance(await refusal(bob.decisions(name)), NotFound)
         assert await alice.decisions("r") == await alice.decisions("")
         resume = GenerateOptions(request_id="r", max_tokens=3, seed=1, resume=Resume(2))
-        seen = await refusal(raw(door, BOB, resume))
+        seen = await refusal(raw(endpoint, BOB, resume))
         assert "at most 0, the tokens of request_id 'r' that are known" in str(seen)
         assert isinstance(seen, InvalidRequest)
-        assert await raw(door, ALICE, resume)
+        assert await raw(endpoint, ALICE, resume)
 
 
 async def test_a_keys_limits_apply_to_both_apis(tmp_path: Path) -> None:
-    async with guarded(tmp_path, requests=1, tokens_per_minute=20) as door:
-        door.stage.target.may_answer.clear()
-        async with door.client(ALICE) as alice, door.client(BOB) as bob, door.http(ALICE) as http:
+    async with guarded(tmp_path, requests=1, tokens_per_minute=20) as endpoint:
+        endpoint.stage.target.may_answer.clear()
+        async with endpoint.client(ALICE) as alice, endpoint.client(BOB) as bob, endpoint.http(ALICE) as http:
             running = asyncio.create_task(answer(alice))
-            await until(lambda: door.stage.target.asked)
+            await until(lambda: endpoint.stage.target.asked)
             refused = await refusal(answer(alice))
             assert isinstance(refused, Exhausted)
             assert refused.retry_seconds
             response = await http.post("/v1/completions", json=BODY)
             assert (response.status_code, error_of(response)["code"]) == (429, "rate_limit_exceeded")
             assert int(response.headers["retry-after"]) >= 1
-            door.stage.target.may_answer.set()
+            endpoint.stage.target.may_answer.set()
             await running
             await answer(bob)
             await answer(alice, GenerateOptions(max_tokens=50, temperature=0.0))
@@ -276,54 +276,54 @@ async def test_a_large_body_counts_for_its_key_even_if_it_is_refused(tmp_path: P
     """It was read for nothing as often as its sender liked."""
     many = {"prompt": [[]] * 70_000}
     long = {"prompt": "x" * LARGE_BYTES, "n": "many"}
-    async with guarded(tmp_path, requests=1, tokens_per_minute=2_000) as door, door.http(ALICE) as http:
+    async with guarded(tmp_path, requests=1, tokens_per_minute=2_000) as endpoint, endpoint.http(ALICE) as http:
         for body, status in ((long, 400), (many, 413)):  # of 1,000 and 6,500 tokens
             assert (await http.post("/v1/completions", json=body)).status_code == status
         for body in (long, many, BODY):
             response = await http.post("/v1/completions", json=body)
             assert response.status_code == 429
             assert error_of(response)["message"].startswith("tokens_per_minute: this key's 2000 are used")
-        async with door.http(BOB) as bob:
+        async with endpoint.http(BOB) as bob:
             assert (await bob.post("/v1/completions", json=many)).status_code == 413
             assert (await bob.post("/v1/completions", json=BODY)).status_code == 200
 
 
 async def test_a_large_body_is_not_read_while_its_keys_request_limit_is_reached(tmp_path: Path) -> None:
-    async with guarded(tmp_path, requests=1) as door, door.client(ALICE) as alice, door.http(ALICE) as http:
-        door.stage.target.may_answer.clear()
+    async with guarded(tmp_path, requests=1) as endpoint, endpoint.client(ALICE) as alice, endpoint.http(ALICE) as http:
+        endpoint.stage.target.may_answer.clear()
         running = asyncio.create_task(answer(alice))
-        await until(lambda: door.stage.target.asked)
+        await until(lambda: endpoint.stage.target.asked)
         response = await http.post("/v1/completions", json={"prompt": [[]] * 70_000})
         assert (response.status_code, error_of(response)["code"]) == (429, "rate_limit_exceeded")
         response = await http.post("/tokenize", json={"prompt": "x" * LARGE_BYTES})
         assert response.status_code == 200
-        door.stage.target.may_answer.set()
+        endpoint.stage.target.may_answer.set()
         await running
 
 
 async def test_choices_count_as_requests_of_the_key(tmp_path: Path) -> None:
     """More than it allows at once can never fit; more than it allows now are refused before one begins."""
-    async with guarded(tmp_path, requests=3) as door, door.client(ALICE) as alice, door.http(ALICE) as http:
+    async with guarded(tmp_path, requests=3) as endpoint, endpoint.client(ALICE) as alice, endpoint.http(ALICE) as http:
         response = await http.post("/v1/completions", json=BODY | {"n": 4})
         assert (response.status_code, error_of(response)["param"]) == (400, "n")
         assert (await http.post("/v1/completions", json=BODY | {"n": 3})).status_code == 200
-        door.stage.target.may_answer.clear()
-        door.stage.target.asked.clear()
+        endpoint.stage.target.may_answer.clear()
+        endpoint.stage.target.asked.clear()
         running = asyncio.create_task(answer(alice))
-        await until(lambda: door.stage.target.asked)
+        await until(lambda: endpoint.stage.target.asked)
         response = await http.post("/v1/completions", json=BODY | {"n": 3})
         assert (response.status_code, error_of(response)["code"]) == (429, "rate_limit_exceeded")
         assert "requests: 1 of this key run, and 3 more are above its limit of 3" in error_of(response)["message"]
-        assert len(door.stage.target.asked) == 1
-        door.stage.target.may_answer.set()
+        assert len(endpoint.stage.target.asked) == 1
+        endpoint.stage.target.may_answer.set()
         await running
-        await until(lambda: not door.orchestrator.requests.loads().num_requests_running)
+        await until(lambda: not endpoint.orchestrator.requests.loads().num_requests_running)
         assert (await http.post("/v1/completions", json=BODY | {"n": 3})).status_code == 200
 
 
 async def test_a_tenant_keeps_as_many_sessions_as_its_key_allows(tmp_path: Path) -> None:
     """One tenant's names filled the index for all, which forgets what was used longest ago, whosever it is."""
-    async with guarded(tmp_path, sessions=2) as door, door.client(ALICE) as alice, door.client(BOB) as bob:
+    async with guarded(tmp_path, sessions=2) as endpoint, endpoint.client(ALICE) as alice, endpoint.client(BOB) as bob:
         for client, name in ((bob, "a"), (alice, "a"), (alice, "b"), (alice, "a"), (alice, "c")):
             await answer(client, replace(SHORT, session_id=name))
         again = replace(SHORT, session_id="b", continues=True)
@@ -363,26 +363,26 @@ async def refusal(call: Awaitable[object]) -> BoughError:
     return refused.value
 
 
-async def raw(door: Guarded, key: str, options: GenerateOptions) -> list[pb.GenerateEvent]:
+async def raw(endpoint: Guarded, key: str, options: GenerateOptions) -> list[pb.GenerateEvent]:
     """One call without the client's own resuming."""
-    async with open_channel(door.address) as channel:
+    async with open_channel(endpoint.address) as channel:
         stub = stub_of(GENERATION, channel)
         call = stub.Generate(wire.request_to_wire(PROMPT, options), metadata=(("authorization", f"Bearer {key}"),))
         try:
             return [event async for event in call]
         except grpc.aio.AioRpcError as exc:
-            raise to_error(exc, door.address) from exc
+            raise to_error(exc, endpoint.address) from exc
 
 
 async def test_the_workers_secret_allows_status_calls_and_no_access_to_tenants(tmp_path: Path) -> None:
     secret, file = "0123456789abcdef" * 4, tmp_path / "worker.key"
     file.touch(0o600)
     file.write_text(secret)
-    async with guarded(tmp_path, "--worker-key-file", str(file)) as door, door.client(secret) as client:
+    async with guarded(tmp_path, "--worker-key-file", str(file)) as endpoint, endpoint.client(secret) as client:
         assert (await client.loads()).num_requests_running == 0
         assert (await client.server_info()).workers
         for call in (answer(client), client.abort("r"), client.close_session("s"), client.decisions()):
             assert isinstance(await refusal(call), Unauthenticated)
-        async with door.http(secret) as http:
+        async with endpoint.http(secret) as http:
             assert (await http.post("/v1/completions", json=BODY)).status_code == 401
-    assert not door.stage.target.asked
+    assert not endpoint.stage.target.asked
