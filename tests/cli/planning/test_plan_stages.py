@@ -65,7 +65,7 @@ def test_three_machines_stream_from_three_disks(llama_70b: str, capsys: pytest.C
     assert plan["rates"][1]["tokens_per_second"] == pytest.approx(3 / longest)
 
 
-def test_what_fits_on_two_gpus_does_not_stream(llama_70b: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_that_fit_on_two_gpus_do_not_stream(llama_70b: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (*GPU, "--bits", "4", "--unpack-speed", "500")
     plan = run(capsys, llama_70b, *flags, "--stages", "first:24GB,second:24GB")
     assert [member["num_layers"] for member in plan["stages"]] == [40, 40]
@@ -167,7 +167,7 @@ def test_the_kv_of_layers_adds_up_to_that_of_the_model(config: LlamaConfig, tier
         ("a:24GB,b:-1GB", "must be machines and the memory"),
     ],
 )
-def test_machines_that_make_no_sense_are_refused(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_machines_are_refused(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=message):
         parse_stages(text)
     with pytest.raises(SystemExit) as ended:
@@ -191,7 +191,7 @@ def test_machines_that_make_no_sense_are_refused(text: str, message: str, capsys
         ([*CPU, "--kv-memory", "4MB", "--max-context", "512"], "--kv-memory: must be at least"),
     ],
 )
-def test_bad_flags_are_named(flags: Sequence[str], message: str, llama_70b: str, monkeypatch: Any) -> None:
+def test_invalid_flags_are_named(flags: Sequence[str], message: str, llama_70b: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = argument_parser().parse_args(["plan", llama_70b, *flags, "--stages", "a:24GB,b:24GB"])
     with pytest.raises(ConfigError) as refused:

@@ -76,7 +76,7 @@ def test_predictions_for_one_session_equal_its_measurements() -> None:
     assert set(found) == {"1", "4"}
 
 
-def test_a_law_is_found_that_brings_so_many_tokens() -> None:
+def test_an_acceptance_is_found_for_the_given_tokens_per_round() -> None:
     prior = AcceptanceModel("by_rank", ((0.7, 0.1, 0.05),), spread=0.5)
     for tokens in (1.2, 3.0, 6.0):
         model = acceptance_with(prior, SIZE, tokens)

@@ -27,7 +27,7 @@ def test_pieces_join_to_the_frames_that_were_cut(frames: list[Frame], piece_byte
 
 
 @given(frames=FRAMES, piece_bytes=st.integers(1, 16), data=st.data())
-def test_a_changed_number_is_found(frames: list[Frame], piece_bytes: int, data: st.DataObject) -> None:
+def test_a_changed_number_is_detected(frames: list[Frame], piece_bytes: int, data: st.DataObject) -> None:
     """What comes is joined to the same frames, or refused by the name of a field."""
     sent = [piece for number, frame in enumerate(frames, 1) for piece in pieces(number, frame, piece_bytes)]
     index = data.draw(st.integers(0, len(sent) - 1)) if sent else 0
@@ -56,5 +56,5 @@ def test_a_changed_number_is_found(frames: list[Frame], piece_bytes: int, data: 
         RingEnd("stage 1 at a:1 ends"),
     ],
 )
-def test_messages_are_the_same_after_the_wire(message: codec.Passed) -> None:
+def test_messages_round_trip_over_the_wire(message: codec.Passed) -> None:
     assert codec.passed_from_wire(codec.passed_to_wire(message)) == message

@@ -147,7 +147,7 @@ async def test_a_header_and_a_view_of_several_dimensions_are_cut_too() -> None:
             assert (header, back) == (b"x" * 3 * MIB + b"1", bytes(shape[0] * shape[1]))
 
 
-async def test_frames_keep_their_order_and_wait_for_one_another() -> None:
+async def test_frames_keep_their_order_and_wait_for_each_other() -> None:
     """A stage that does not compute stops the head: few frames wait in memory, however many are to come."""
     async with ring_of(2, silence_seconds=2.0) as circle:
         await circle.is_up()
@@ -199,7 +199,7 @@ async def test_a_ring_waits_for_stages_that_load() -> None:
         await circle.is_up(first)
 
 
-async def test_what_a_stage_reports_reaches_the_head_from_both_sides() -> None:
+async def test_reports_of_a_stage_reach_the_head_from_both_sides() -> None:
     async with ring_of(3) as circle:
         epoch = await circle.is_up()
         circle.members[2].ring.fail(epoch, "its disk has failed")
@@ -207,7 +207,7 @@ async def test_what_a_stage_reports_reaches_the_head_from_both_sides() -> None:
             await circle.receive(epoch)
 
 
-async def test_a_head_without_an_answer_begins_again() -> None:
+async def test_a_head_without_an_answer_tries_again() -> None:
     async with ring_of(2) as circle:
         epoch = await circle.is_up()
         with pytest.raises(RingLost, match=r"no frame came back within 0.1 s from stage 1 at .*, stage 2 at "):
@@ -216,7 +216,7 @@ async def test_a_head_without_an_answer_begins_again() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-async def test_a_silent_link_is_found_by_its_heartbeats(number: int) -> None:
+async def test_a_silent_link_is_detected_by_missing_heartbeats(number: int) -> None:
     """The proxy before a member drops all bytes of both directions; no connection is closed."""
     async with ring_of(2, silence_seconds=1.0) as circle:
         circle.addresses = None
@@ -363,7 +363,7 @@ async def test_only_a_higher_epoch_replaces_the_present_one() -> None:
             assert "epoch 5 was replaced by epoch 6" in str(error)
 
 
-async def test_a_head_that_restarts_goes_on_from_the_stages_epoch() -> None:
+async def test_a_restarted_head_continues_from_the_stages_epoch() -> None:
     """A new head begins with epoch 1, which its stages have seen; they say which is the newest."""
     async with ring_of(2) as circle:
         circle.ring._newest = 40
@@ -387,7 +387,7 @@ async def test_a_head_accepts_the_epoch_that_it_connects_and_no_other() -> None:
         assert circle.ring.epoch == epoch
 
 
-async def test_a_closed_member_refuses_and_leaves_nothing_behind() -> None:
+async def test_a_closed_member_refuses_calls_and_leaves_nothing() -> None:
     tasks, threads = asyncio.all_tasks(), threading.active_count()
     async with ring_of(2) as circle:
         epoch = await circle.is_up()

@@ -110,7 +110,7 @@ def test_a_process_that_restarts_at_its_address_need_not_wait() -> None:
     assert head.roster.members() == ["a:1", "b:1"]
 
 
-def test_what_never_joined_is_missing() -> None:
+def test_stages_that_never_joined_are_missing() -> None:
     head = Head()
     head.roster.join(call("a"))
     assert head.roster.missing() == "stage 2 is missing: it has not joined yet"
@@ -134,14 +134,14 @@ def test_a_loader_waits_for_all_stages() -> None:
     assert sorted(room.memory_bytes for room in found) == [6, 7]
 
 
-def test_figures_are_what_stages_said_last() -> None:
+def test_metrics_are_the_last_reported_ones() -> None:
     head = Head()
     figures = StageFigures(20, 40, 7, "a CPU")
     head.complete().join(call("b", figures=figures))
     assert head.roster.figures() == [StageFigures(), figures]
 
 
-def test_calls_and_answers_are_the_same_after_the_wire() -> None:
+def test_calls_and_answers_round_trip_over_the_wire() -> None:
     mine = call(figures=StageFigures(20, 40, 2**40, "a CPU"))
     assert codec.join_from_wire(codec.join_to_wire(mine)) == mine
     for answer in (0, 2, SPLIT[0]):
