@@ -159,18 +159,9 @@ class UnreachedWorkers:
 class Directory:
     """Keeps the list of workers up to date while it runs."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        access: Access = OPEN,
-        poll_seconds: float = POLL_SECONDS,
-        weights_seconds: float = WEIGHTS_SECONDS,
-        first_look_seconds: float = FIRST_LOOK_SECONDS,
-    ) -> None:
+    def __init__(self, registry: Registry, access: Access = OPEN) -> None:
         """`access` has the credentials for workers."""
         self.registry, self._access = registry, access
-        self._poll_seconds, self._weights_seconds = poll_seconds, weights_seconds
-        self._first_look_seconds = first_look_seconds
         self.tokenizing = Tokenizing()
         self.limiter = IterationLimiter(AT_ONCE)  # for all clients: how many sessions continue at once
         self.index_problem = ""
@@ -183,7 +174,12 @@ class Directory:
         self._unreached = UnreachedWorkers()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(
+        self,
+        poll_seconds: float = POLL_SECONDS,
+        weights_seconds: float = WEIGHTS_SECONDS,
+        first_look_seconds: float = FIRST_LOOK_SECONDS,
+    ) -> AsyncIterator[None]:
         """Poll the index for the duration of the block.
 
         Listed workers have been introduced when the block begins: a new process must not refuse its first
@@ -192,10 +188,12 @@ class Directory:
         looked = asyncio.Event()
         with closing(self.tokenizing):
             try:
-                async with background(self._poll(looked), watch_weights(lambda: self.targets, self._weights_seconds)):
+                async with background(
+                    self._poll(looked, poll_seconds), watch_weights(lambda: self.targets, weights_seconds)
+                ):
                     await looked.wait()
                     if self._meetings:
-                        await asyncio.wait(self._meetings.values(), timeout=self._first_look_seconds)
+                        await asyncio.wait(self._meetings.values(), timeout=first_look_seconds)
                     yield
             finally:
                 await end(*self._meetings.values())
@@ -279,14 +277,14 @@ class Directory:
         problems += [f"{name}: {problem}" for name, problem in unreached.items()]
         return "no target worker can be used: " + ("; ".join(problems) or "none is registered in the index")
 
-    async def _poll(self, looked: asyncio.Event) -> None:
+    async def _poll(self, looked: asyncio.Event, pause_seconds: float) -> None:
         while True:
             try:
                 await self.refresh()
             except Exception:  # polling must survive any error
                 logger.exception("the list of workers could not be refreshed")
             looked.set()
-            await asyncio.sleep(self._poll_seconds)
+            await asyncio.sleep(pause_seconds)
 
     async def refresh(self) -> None:
         """Poll the index once."""

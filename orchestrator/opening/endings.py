@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -28,6 +28,7 @@ class Endings:
     def __init__(self, directory: Directory, recorder: Recorder) -> None:
         self._directory = directory
         self._recorder = recorder
+        self.retry_pauses: Sequence[float] = RETRY_PAUSES
         self._tasks: dict[ScopedId, set[asyncio.Task[None]]] = {}  # by session id
         self._retries: set[asyncio.Task[None]] = set()  # releases that got no answer; nobody waits for them
 
@@ -116,7 +117,7 @@ class Endings:
             retrying.add_done_callback(self._retries.discard)
 
     async def _release_later(self, name: ScopedId, epoch: int, worker: AnyHandle, place: TargetPlace | None) -> None:
-        for seconds in RETRY_PAUSES:
+        for seconds in self.retry_pauses:
             await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
             is_known = self._directory.find(worker.record.worker_id) is worker
             if not is_known or (place is not None and place.target is worker):

@@ -84,6 +84,7 @@ class Recorder:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self.pauses_seconds, self.refresh_seconds, self.noting_seconds = PAUSES_SECONDS, REFRESH_SECONDS, NOTING_SECONDS
         self._logs: dict[ScopedId, _Log] = {}
 
     def record(
@@ -125,7 +126,7 @@ class Recorder:
     async def prefixes_noted(self) -> None:
         """Wait briefly until the index has the prefixes that sessions have left at targets."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(NOTING_SECONDS):
+            async with asyncio.timeout(self.noting_seconds):
                 for log in list(self._logs.values()):
                     await log.is_settled.wait()
 
@@ -175,7 +176,7 @@ class Recorder:
         try:
             num_failures = 0
             while (state := log.waiting) is not None:
-                if num_failures >= len(PAUSES_SECONDS) and not state.is_lost:
+                if num_failures >= len(self.pauses_seconds) and not state.is_lost:
                     log.lost = _lost(state) or log.lost
                     if log.lost is None or not log.has_ended:
                         break
@@ -191,7 +192,7 @@ class Recorder:
                 except Unavailable as exc:
                     logger.debug("session %s is not recorded: %s", session_id, exc)
                     log.is_settled.set()
-                    await asyncio.sleep(PAUSES_SECONDS[min(num_failures, len(PAUSES_SECONDS) - 1)])
+                    await asyncio.sleep(self.pauses_seconds[min(num_failures, len(self.pauses_seconds) - 1)])
                     num_failures += 1
                     continue
                 if log.waiting is state:  # nothing newer came
@@ -237,7 +238,7 @@ class Recorder:
             first_new = 0
         elif num_blocks == first_new:
             return
-        elif now - noted.all_at > REFRESH_SECONDS:
+        elif now - noted.all_at > self.refresh_seconds:
             first_new = 0
         if num_blocks != len(log.hashes):
             held = session.tokens[: num_blocks * BLOCK_TOKENS]

@@ -27,10 +27,9 @@ from bough.protocol.messages import GrowResult, Timings, Verdict, VerifyCall, Ve
 from bough.protocol.prefix_hash import prefix_hash
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.registry.records import WorkerRecord
-from bough.registry.registry import Registry, registered
+from bough.registry.registry import SESSION_SECONDS, Registry, registered
 from bough.rpc.server import serving
 from bough.rpc.services import DRAFT, GENERATION, TARGET, add_service
-from bough.security.access import OPEN
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree import Tree
@@ -245,8 +244,8 @@ class Fleet:
     stack: AsyncExitStack
     namespace: str
 
-    async def impatient(self, session_seconds: float) -> Fleet:
-        """The same fleet, but the index keeps sessions for `session_seconds`."""
+    async def with_own_client(self, session_seconds: float = SESSION_SECONDS) -> Fleet:
+        """The same fleet with another client of the index, by which that keeps sessions for `session_seconds`."""
         registry = Registry(self.registry.safe_url, self.namespace, session_seconds)
         self.stack.push_async_callback(registry.close)
         return Fleet(registry, self.tokenizer, self.stack, self.namespace)
@@ -279,11 +278,11 @@ class Fleet:
     ) -> tuple[Requests, Process]:
         """Serve an orchestrator, once it knows `num_targets` targets."""
         config = parse(OrchestratorConfig, "o", ["--draft", "none", *flags], {})
-        directory = Directory(self.registry, OPEN, poll_seconds, weights_seconds)
+        directory = Directory(self.registry)
         requests = Requests(config, directory, f"orchestrator-{id(directory)}")
         service = GenerationService(Callers(requests))
         process = await self._process()
-        await process.stack.enter_async_context(directory.running())
+        await process.stack.enter_async_context(directory.running(poll_seconds, weights_seconds))
         await process.stack.enter_async_context(requests.running())
         await process.serve("Generation", partial(add_service, GENERATION, service))
         await until(lambda: sum(target.is_usable for target in directory.targets) >= num_targets)

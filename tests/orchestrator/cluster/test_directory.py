@@ -73,8 +73,8 @@ async def test_between_equal_targets_the_less_busy_one_is_chosen(fakes: Fleet) -
 async def test_present_workers_are_known_from_the_start(fakes: Fleet) -> None:
     """Otherwise an orchestrator just started would send its first requests away for want of a target."""
     await fakes.target("early")
-    directory = Directory(fakes.registry, first_look_seconds=60.0)
-    async with directory.running():
+    directory = Directory(fakes.registry)
+    async with directory.running(first_look_seconds=60.0):
         assert least_busy(directory).record.worker_id == "early"
 
 
@@ -87,8 +87,8 @@ async def test_a_worker_that_does_not_answer_delays_no_start(fakes: Fleet) -> No
             return await super().GetServerInfo(request, context)
 
     await fakes.worker(Silent("silent", fakes.tokenizer))
-    directory = Directory(fakes.registry, first_look_seconds=0.1)
-    async with directory.running():
+    directory = Directory(fakes.registry)
+    async with directory.running(first_look_seconds=0.1):
         with pytest.raises(Unavailable, match="no target worker can be used: silent: has not reported yet"):
             least_busy(directory)
         patient.set()
@@ -311,9 +311,9 @@ async def test_a_worker_is_used_once_it_answers_and_errors_explain_why_it_is_not
             return await super().GetServerInfo(request, context)
 
     await fakes.worker(Late("late", fakes.tokenizer))
-    directory = Directory(fakes.registry, poll_seconds=0.02)
+    directory = Directory(fakes.registry)
     problem = "late: it did not report what it serves: it is still loading"
-    async with directory.running():
+    async with directory.running(poll_seconds=0.02):
         await until(lambda: problem in directory.why_no_target())
         (sentence,) = directory.unreached()
         assert re.fullmatch(r"late is registered at 127\.0\.0\.1:\d+, but cannot be used: .* still loading", sentence)

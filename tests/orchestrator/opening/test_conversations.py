@@ -205,7 +205,7 @@ async def test_sessions_expire(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(time, "time", lambda: now() + 3600)
         with pytest.raises(NotFound, match="session_id: 's' is not known"):
             await read(client, NEXT)
-    impatient = await fakes.impatient(session_seconds=0.5)
+    impatient = await fakes.with_own_client(session_seconds=0.5)
     _, server = await impatient.orchestrator()
     async with Client(server.address) as client:
         await read(client, TURN)

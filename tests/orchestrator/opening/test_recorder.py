@@ -16,7 +16,6 @@ from bough.protocol.prefix_hash import block_hashes
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord, WorkerRecord
 from bough.registry.registry import Registry
-from orchestrator.opening import recorder as recorder_module
 from orchestrator.opening.recorder import Recorder
 from tests.fakes.index_server import Server, connected, served
 from tests.fakes.waiting import until
@@ -52,14 +51,15 @@ class FakeRegistry:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRegistry:
-    monkeypatch.setattr(recorder_module, "PAUSES_SECONDS", (0.01,) * 3)
+def fake() -> FakeRegistry:
     return FakeRegistry()
 
 
 @pytest.fixture
 def recorder(fake: FakeRegistry) -> Recorder:
-    return Recorder(cast(Registry, fake))
+    recorder = Recorder(cast(Registry, fake))
+    recorder.pauses_seconds = (0.01,) * 3
+    return recorder
 
 
 def record(recorder: Recorder, num_tokens: int, epoch: int = 5, target_id: str = "t1", finish_reason: str = "") -> None:
@@ -83,15 +83,13 @@ async def test_a_slow_index_delays_nothing_and_gets_the_newest_record(recorder: 
     assert fake.calls == [("session", 3, 0), ("request", 3, 0), ("session", 6, 3), ("request", 6, 3)]
 
 
-async def test_new_blocks_are_recorded_and_sometimes_all_blocks(
-    recorder: Recorder, fake: FakeRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_new_blocks_are_recorded_and_sometimes_all_blocks(recorder: Recorder, fake: FakeRegistry) -> None:
     """All blocks with every new one were 4,096 writes for one of a long text."""
     fake.go.set()
     lengths = [(32, "t1"), (33, "t1"), (40, "t1"), (97, "t1"), (98, "t2"), (99, "t2"), (140, "t2"), (180, "t2")]
     for num_tokens, target_id in lengths:
         if num_tokens == 180:
-            monkeypatch.setattr(recorder_module, "REFRESH_SECONDS", -1.0)
+            recorder.refresh_seconds = -1.0
         record(recorder, num_tokens, target_id=target_id)
         await recorder.until_written(ScopedId("s"))
     noted = [call[1:] for call in fake.calls if call[0] == "prefixes"]
@@ -166,14 +164,14 @@ async def test_a_kept_session_whose_turn_was_lost_is_refused_until_the_index_has
     fake.failures = [Unavailable("gone")] * 3
     record(recorder, 3)
     await until(lambda: not fake.failures)
-    await until(lambda: recorder._logs[ScopedId("s")].task is None)
+    await until(lambda: recorder.unwritten(ScopedId("s")) is None)
     fake.failures = [Unavailable("gone")] * 5
     recorder.end(ScopedId("s"))
     await until(lambda: not fake.failures)
     with pytest.raises(NotFound, match="'s' cannot be continued, as its last turn is not recorded"):
         recorder.unwritten(ScopedId("s"), continues=True)
     assert recorder.unwritten(ScopedId("s")) is None
-    await until(lambda: not recorder._logs)
+    await until(lambda: recorder.until_written(ScopedId("s")))
     assert fake.calls == [("drop", 5, 0)]
 
 

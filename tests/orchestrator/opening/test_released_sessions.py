@@ -20,7 +20,6 @@ from orchestrator.admission.active_streams import Stream
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.target_place import TargetPlace
 from orchestrator.cluster.worker_clients import TargetClient
-from orchestrator.opening import endings
 from orchestrator.opening.epochs import Epochs
 from orchestrator.rounds.round import Rounds
 from orchestrator.sessions.session import Session
@@ -209,10 +208,10 @@ def deaf(monkeypatch: pytest.MonkeyPatch, num_calls: int) -> list[str]:
 
 async def test_an_unanswered_release_is_repeated(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot stayed in use for --lease-seconds where the one attempt met a target that did not answer just then."""
-    monkeypatch.setattr(endings, "RETRY_PAUSES", 3 * (0.01,))
     asked = deaf(monkeypatch, 3)
     target, _ = await fakes.target("t")
     requests, process = await fakes.orchestrator()
+    requests.endings.retry_pauses = 3 * (0.01,)
     async with Client(process.address) as client:
         await read(client)
     await until(lambda: target.released)
@@ -223,10 +222,10 @@ async def test_an_unanswered_release_is_repeated(fakes: Fleet, monkeypatch: pyte
 
 async def test_repeating_a_release_delays_no_request(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the session's next request nor an orchestrator that ends."""
-    monkeypatch.setattr(endings, "RETRY_PAUSES", (3600.0,))
     asked = deaf(monkeypatch, 1000)
     await fakes.target("t")
     requests, process = await fakes.orchestrator()
+    requests.endings.retry_pauses = (3600.0,)
     async with Client(process.address) as client:
         await read(client)
     await until(lambda: requests.endings._retries)
@@ -246,10 +245,10 @@ async def test_a_release_is_only_repeated_if_it_frees_a_slot(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch, is_known: bool, is_elsewhere: bool, num_asked: int
 ) -> None:
     """A session may come back, in the same epoch, to a target that it has left: its slot is in use then."""
-    monkeypatch.setattr(endings, "RETRY_PAUSES", (0.01,))
     asked = deaf(monkeypatch, 1000)
     await fakes.target("t")
     requests, _ = await fakes.orchestrator()
+    requests.endings.retry_pauses = (0.01,)
     (target,) = requests.directory.targets
     left = target if is_known else replace(target)
     session = cast(Session, SimpleNamespace(session_id=ScopedId("s"), epoch=1))

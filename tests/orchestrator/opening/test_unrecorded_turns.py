@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, patch
 
 import pytest
 
@@ -12,8 +14,6 @@ from bough.client import Client
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions, TextPrompt
 from bough.protocol.ids import ScopedId
-from bough.registry.registry import Registry
-from orchestrator.opening import recorder as recorder_module
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import Fleet
 from tests.fakes.streams import failing, once, read
@@ -27,39 +27,33 @@ AWAY = Unavailable("the index cannot be written")
 REFUSAL = "session_id: 's' cannot be continued, as its last turn is not recorded; send the full history"
 
 
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "PAUSES_SECONDS", (0.01,) * 3)
-    monkeypatch.setattr(recorder_module, "SETTLING_SECONDS", 0.5)
+@contextmanager
+def cannot_record(requests: Requests) -> Iterator[None]:
+    """Records of an orchestrator fail, though the index takes its claims."""
+    failing = {name: AsyncMock(side_effect=AWAY) for name in ("record_session", "record_request", "drop_session")}
+    requests.recorder.pauses_seconds = (0.01,) * 3
+    with patch.multiple(requests.directory.registry, **failing):
+        yield
 
 
-def cannot_record(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of one orchestrator fail, though the index takes its claims and all that others write."""
-    own = Registry(requests.directory.registry.safe_url, "unused")
-    for name in ("record_session", "record_request", "drop_session"):
-        monkeypatch.setattr(own, name, AsyncMock(side_effect=AWAY))
-    monkeypatch.setattr(requests.recorder, "_registry", own)
-
-
-async def test_an_unrecorded_turn_is_not_skipped(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unrecorded_turn_is_not_skipped(fakes: Fleet) -> None:
     """The next turn, here or at another orchestrator, silently continued the turn before the last one."""
     await fakes.target("t1")
-    (requests, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+    own = await fakes.with_own_client()
+    (requests, first), (_, second) = await own.orchestrator(), await fakes.orchestrator()
     async with Client(first.address) as here, Client(second.address) as elsewhere:
         before = await read(here, TURN)
-        registry = requests.recorder._registry
-        cannot_record(requests, monkeypatch)
-        lost = await read(here, NEXT, MORE)
-        assert any("not recorded" in warning for warning in lost.end.warnings)
-        await until(lambda: requests.recorder._logs[ScopedId("s")].lost is not None or _is_lost(requests))
-        for client in (here, elsewhere, here):
-            with pytest.raises(NotFound, match=REFUSAL):
-                await read(client, NEXT, MORE)
-        recorded = await fakes.registry.load_session(ScopedId("s"))
-        assert recorded is not None
-        assert len(recorded.tokens) == before.started.prompt_tokens + 8
-        monkeypatch.setattr(requests.recorder, "_registry", registry)
-        await until(lambda: not requests.recorder._logs)
+        with cannot_record(requests):
+            lost = await read(here, NEXT, MORE)
+            assert any("not recorded" in warning for warning in lost.end.warnings)
+            await until(lambda: is_lost(requests))
+            for client in (here, elsewhere, here):
+                with pytest.raises(NotFound, match=REFUSAL):
+                    await read(client, NEXT, MORE)
+            recorded = await fakes.registry.load_session(ScopedId("s"))
+            assert recorded is not None
+            assert len(recorded.tokens) == before.started.prompt_tokens + 8
+        await until(lambda: requests.recorder.until_written(ScopedId("s")))
         assert await fakes.registry.load_session(ScopedId("s")) is None, (
             "the index has forgotten what must not be continued"
         )
@@ -70,9 +64,13 @@ async def test_an_unrecorded_turn_is_not_skipped(fakes: Fleet, monkeypatch: pyte
     assert following.started.prompt_tokens > whole.started.prompt_tokens + 8
 
 
-def _is_lost(requests: Requests) -> bool:
-    waiting = requests.recorder._logs[ScopedId("s")].waiting
-    return waiting is not None and waiting.session is None
+def is_lost(requests: Requests) -> bool:
+    """Whether the session's last turn was given up."""
+    try:
+        requests.recorder.unwritten(ScopedId("s"), continues=True)
+    except NotFound:
+        return True
+    return False
 
 
 async def test_a_turn_that_failed_before_its_first_round_does_not_change_the_session(fakes: Fleet) -> None:

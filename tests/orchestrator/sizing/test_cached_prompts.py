@@ -96,7 +96,7 @@ async def test_the_next_turn_may_come_before_the_index_has_the_last(
         await note(*arguments)
 
     monkeypatch.setattr(stack.registry, "note_prefixes", slow)
-    monkeypatch.setattr("orchestrator.opening.recorder.NOTING_SECONDS", 30.0)  # a slow machine decides nothing
+    monkeypatch.setattr(stack.requests.recorder, "noting_seconds", 30.0)  # a slow machine decides nothing
     await generated(stack, TokenPrompt((*HISTORY, 5)), replace(OPTIONS, max_tokens=1))
     assert await planned(stack, TURN) == (2, 2, len(HISTORY))
 
