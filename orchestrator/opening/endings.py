@@ -32,6 +32,11 @@ class Endings:
         self._tasks: dict[ScopedId, set[asyncio.Task[None]]] = {}  # by session id
         self._retries: set[asyncio.Task[None]] = set()  # releases that got no answer; nobody waits for them
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything has been released or given up."""
+        return not self._tasks and not self._retries
+
     def end(self, stream: Stream, session: Session, place: TargetPlace) -> None:
         """Start releasing a stream's session, unless it is kept or goes on in another stream."""
         target, is_refused = place.target, self._recorder.is_refused(session.session_id)

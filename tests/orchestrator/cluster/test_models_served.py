@@ -25,7 +25,7 @@ MORE = TextPrompt("more")
 async def two_models(fakes: Fleet, *flags: str) -> tuple[dict[str, Process], Requests, Client]:
     """Targets t-a and t-b with the models a and b, and a client of an orchestrator that knows them."""
     servers = {name: (await fakes.target_of(f"t-{name}", name))[1] for name in ("a", "b")}
-    requests, process = await fakes.orchestrator("--failover-timeout", "1", *flags, num_targets=2)
+    requests, process = await fakes.orchestrator("--failover-timeout", "1", *flags, num_targets=2, poll_seconds=0.05)
     return servers, requests, Client(process.address, patience_seconds=0.5)
 
 

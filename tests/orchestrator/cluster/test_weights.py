@@ -34,7 +34,7 @@ async def fleet_of(
         target.weights_hash = weights_hash
         targets[name] = target, await fakes.worker(target)
     requests, process = await fakes.orchestrator(
-        "--failover-timeout", "1", num_targets=len(targets), weights_seconds=weights_seconds
+        "--failover-timeout", "1", num_targets=len(targets), poll_seconds=0.05, weights_seconds=weights_seconds
     )
     return targets, requests, Client(process.address, patience_seconds=0.5)
 

@@ -217,7 +217,7 @@ async def test_an_unanswered_release_is_repeated(fakes: Fleet, monkeypatch: pyte
     await until(lambda: target.released)
     assert not target.held
     assert asked == 4 * target.released
-    await until(lambda: not requests.endings._retries)
+    await until(lambda: requests.endings.is_idle)
 
 
 async def test_repeating_a_release_delays_no_request(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,12 +228,12 @@ async def test_repeating_a_release_delays_no_request(fakes: Fleet, monkeypatch: 
     requests.endings.retry_pauses = (3600.0,)
     async with Client(process.address) as client:
         await read(client)
-    await until(lambda: requests.endings._retries)
+    await until(lambda: asked)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await requests.endings.done(asked[0])
         await process.kill()
     assert len(asked) == 1
-    assert not requests.endings._retries
+    assert requests.endings.is_idle
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ async def test_a_release_is_only_repeated_if_it_frees_a_slot(
     left = target if is_known else replace(target)
     session = cast(Session, SimpleNamespace(session_id=ScopedId("s"), epoch=1))
     requests.endings.let_go(session, left, TargetPlace(replace(target) if is_elsewhere else target))
-    await until(lambda: asked and not requests.endings._tasks and not requests.endings._retries)
+    await until(lambda: asked and requests.endings.is_idle)
     assert asked == ["s"] * num_asked
 
 

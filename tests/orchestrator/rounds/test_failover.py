@@ -60,19 +60,21 @@ async def test_a_target_with_another_model_does_not_take_over(fakes: Fleet, name
     """It would go on with another text, or with one that is rounded otherwise; for a client that resumes too."""
     targets = [await fakes.target("t1"), await fakes.target("t2")]
     setattr(targets[1][0], name, "other")
-    _, process = await fakes.orchestrator("--failover-timeout", "2", num_targets=2)
+    _, process = await fakes.orchestrator("--failover-timeout", "0.5", num_targets=2)
     kill_the_one_that_gets(3, targets)
-    async with Client(process.address, patience_seconds=2) as client:
+    async with Client(process.address, patience_seconds=0.5) as client:
         with pytest.raises(Unavailable, match="no target with this model could be used"):
             await asyncio.wait_for(read(client), 30)
     assert not targets[0][0].calls or not targets[1][0].calls
 
 
-@pytest.mark.parametrize("fingerprint", ["fake", "other"])
-async def test_another_process_at_the_same_address_is_another_target(fakes: Fleet, fingerprint: str) -> None:
+@pytest.mark.parametrize(("fingerprint", "most_seconds"), [("fake", "4"), ("other", "1")])
+async def test_another_process_at_the_same_address_is_another_target(
+    fakes: Fleet, fingerprint: str, most_seconds: str
+) -> None:
     """A channel connects to whoever answers there; with another model the text would change in the middle."""
     target, server = await fakes.target("t1")
-    _, process = await fakes.orchestrator("--failover-timeout", "4")
+    _, process = await fakes.orchestrator("--failover-timeout", most_seconds, poll_seconds=0.05)
     options = replace(OPTIONS, session_id="s", request_id="")
     async with Client(process.address, patience_seconds=0.1) as client:
         target.before = once(partial(asyncio.sleep, 60), 4)
@@ -213,7 +215,7 @@ async def test_a_request_waiting_for_kv_survives_lost_targets(fakes: Fleet) -> N
         return server
 
     server = await full_target("t0")
-    _, process = await fakes.orchestrator()
+    _, process = await fakes.orchestrator(poll_seconds=0.05)
     async with Client(process.address, patience_seconds=0.0) as client:
         reading = asyncio.create_task(read(client))
         for index in range(MOST_TARGETS + 1):
