@@ -22,7 +22,7 @@ from target_worker.identity.weights_hash import WeightsHash
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.service import ServedTarget
-from target_worker.stages.head import StagesHead
+from target_worker.stages.head import StageCollector, StagesHead
 from target_worker.stages.measured import Needs, facts_of, libraries, room_of
 from target_worker.stages.slots import LoggedSlot
 from target_worker.sweep.held_layers import HeldLayers, described
@@ -96,6 +96,7 @@ class TargetWorker(ServedTarget):
         self._start_engine(lambda: compute_reproducibly_with(config.threads))
         if stages is not None:
             held.model.other_stages = stages.others
+            self._metrics.registry.register(StageCollector(stages, self._name))
             stages.connect()
         self._weights_hash.require_unchanged()
         self._resources.callback(self._weights_hash.close)

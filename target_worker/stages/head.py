@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from bough.config.processes import TargetConfig
 from bough.model.sizes.target_limits import KVRoom
@@ -14,6 +19,7 @@ from bough.protocol.messages import Timings
 from bough.security.access import Access
 from bough.sizing.placement import gigabytes
 from bough.sizing.stage_split import StageRoom, split_layers
+from bough.telemetry.metrics import counter
 from target_worker.stages.measured import Needs
 from target_worker.stages.remote import OtherStages
 from target_worker.stages.ring import Ring
@@ -23,6 +29,7 @@ from target_worker.stages.slots import SlotLog
 from target_worker.sweep.streamed_model import StageLayers
 
 logger = logging.getLogger(__name__)
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 
 POLL_SECONDS = 0.1
 NANO = 1e-9
@@ -118,3 +125,31 @@ class StagesHead:
     def _members(self) -> list[str] | None:
         others = self.roster.members()
         return None if others is None else [self.address, *others]
+
+
+class StageCollector(Collector):
+    """Metrics of each stage, which the head exports."""
+
+    def __init__(self, stages: StagesHead, model_name: str) -> None:
+        self._stages, self._model_name = stages, model_name
+
+    def collect(self) -> Iterator[Metric]:
+        figures, totals = self._stages.roster.figures(), self._stages.others.totals
+        layers = [each.end_layer - each.first_layer for each in figures]
+        yield self._by_stage(GaugeMetricFamily, "bough_stage_layers", "Layers that a stage holds", layers)
+        sizes = [each.memory_bytes for each in figures]
+        yield self._by_stage(GaugeMetricFamily, "bough_stage_bytes", "Memory of a stage's layers and their KV", sizes)
+        wait, compute = ([each.wait_ns * NANO for each in totals], [each.compute_ns * NANO for each in totals])
+        text = "Time in which a stage waited for weights"
+        yield self._by_stage(CounterMetricFamily, "bough_stage_wait_seconds", text, wait)
+        yield self._by_stage(
+            CounterMetricFamily, "bough_stage_compute_seconds", "Time in which a stage computed", compute
+        )
+        text, seconds = "Time of sweeps between the stages", self._stages.others.total_network_seconds
+        yield counter("bough_stage_network_seconds", text, {"model_name": self._model_name}, seconds)
+
+    def _by_stage(self, kind: type[Family], name: str, text: str, values: Sequence[float]) -> Family:
+        family = kind(name, text, labels=["model_name", "stage"])
+        for number, value in enumerate(values, start=1):
+            family.add_metric([self._model_name, str(number)], value)
+        return family

@@ -97,6 +97,6 @@ def hidden_of(body: bytes | memoryview, dtype: str, width: int) -> torch.Tensor:
     if dtype not in DTYPES:
         raise InvalidRequest("dtype", f"must be one of {', '.join(DTYPES)}", repr(dtype))
     row_bytes = width * DTYPES[dtype].itemsize
-    if not row_bytes or len(body) % row_bytes:
+    if not row_bytes or not len(body) or len(body) % row_bytes:
         raise InvalidRequest("body", f"must be rows of {row_bytes} bytes", f"{len(body)} bytes")
     return torch.frombuffer(bytearray(body), dtype=DTYPES[dtype]).view(-1, width)

@@ -28,6 +28,8 @@ class OtherStages:
         self._epoch = NEVER  # in which the stages hold what the slots say
         self.timings: tuple[Timings, ...] = ()  # of each stage in the last pass
         self.network_seconds = 0.0  # of the last pass, in which no stage worked
+        self.totals: tuple[Timings, ...] = ()  # of each stage in all passes
+        self.total_network_seconds = 0.0
 
     def lost_kv(self) -> bool:
         """Whether the stages have forgotten all slots since the last call, which the head must then forget too.
@@ -52,6 +54,12 @@ class OtherStages:
         self._ring.send(self._epoch, Frame(*pass_to_wire(given)))
         frame = self._ring.receive(self._epoch, ANSWER_SECONDS)
         taken = pass_from_wire(frame.header, frame.body)
-        self.timings = taken.timings
-        self.network_seconds = time.perf_counter() - began - sum(each.total_ns for each in taken.timings) * NANO
+        self._account(taken.timings, time.perf_counter() - began)
         return taken.padded(batch).to(hidden.device)
+
+    def _account(self, timings: tuple[Timings, ...], seconds: float) -> None:
+        self.timings = timings
+        self.network_seconds = seconds - sum(each.total_ns for each in timings) * NANO
+        before = self.totals or (Timings(),) * len(timings)
+        self.totals = tuple(one + more for one, more in zip(before, timings, strict=True))
+        self.total_network_seconds += self.network_seconds

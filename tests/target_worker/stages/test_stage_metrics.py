@@ -1,0 +1,66 @@
+"""The metrics of stages, which their head exports."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
+
+from bough.model.batch.batch import Batch
+from bough.protocol.messages import Timings
+from bough.sizing.row_counts import RowCounts
+from target_worker.stages.frames import Frame
+from target_worker.stages.head import StageCollector
+from target_worker.stages.pass_codec import pass_from_wire, pass_to_wire
+from target_worker.stages.remote import OtherStages
+from target_worker.stages.roster import StageFigures
+from target_worker.stages.slots import SlotLog
+
+FIGURES = [StageFigures(2, 5, 700, "a CPU"), StageFigures(5, 9, 800, "a CPU")]
+SPENT = [Timings(total_ns=3_000_000_000, wait_ns=1_000_000_000, compute_ns=2_000_000_000), Timings()]
+
+
+class EchoingRing:
+    """A ring whose stages return what they get, with the times that they took."""
+
+    epoch, why_down = 1, ""
+
+    def send(self, epoch: int, frame: Frame) -> None:
+        given = pass_from_wire(frame.header, frame.body)
+        self.frame = Frame(*pass_to_wire(given._replace(timings=tuple(SPENT))))
+
+    def receive(self, epoch: int, timeout_seconds: float) -> Frame:
+        return self.frame
+
+
+def test_stages_are_exported_separately() -> None:
+    others = OtherStages(cast(Any, EchoingRing()), SlotLog())
+    empty = Batch([], RowCounts(8, 8), torch.device("cpu"))
+    assert others.lost_kv()
+    for _ in range(2):
+        assert not others.lost_kv()
+        assert others(empty, torch.zeros(1, 0, 4)).shape == (1, 0, 4)
+    registry, head = (
+        CollectorRegistry(),
+        SimpleNamespace(roster=SimpleNamespace(figures=lambda: FIGURES), others=others),
+    )
+    registry.register(StageCollector(cast(Any, head), "m"))
+    lines = generate_latest(registry).decode().splitlines()
+    values = {name: float(value) for name, value in (line.split() for line in lines if not line.startswith("#"))}
+    network = values.pop('bough_stage_network_seconds_total{model_name="m"}')
+    assert values == {
+        'bough_stage_layers{model_name="m",stage="1"}': 3,
+        'bough_stage_layers{model_name="m",stage="2"}': 4,
+        'bough_stage_bytes{model_name="m",stage="1"}': 700,
+        'bough_stage_bytes{model_name="m",stage="2"}': 800,
+        'bough_stage_wait_seconds_total{model_name="m",stage="1"}': 2,
+        'bough_stage_wait_seconds_total{model_name="m",stage="2"}': 0,
+        'bough_stage_compute_seconds_total{model_name="m",stage="1"}': 4,
+        'bough_stage_compute_seconds_total{model_name="m",stage="2"}': 0,
+    }
+    assert network == pytest.approx(others.total_network_seconds)
+    assert np.isfinite(network)
