@@ -36,7 +36,7 @@ WITHOUT_TORCH = {
     *("registry", "rpc", "runtime", "security", "simulator", "sizing", "telemetry", "tokenization", "trees"),
 }
 
-# Neither time nor chance decides a test: examples are the same in every run; --hypothesis-profile=default draws others.
+# Tests are deterministic: examples are the same in every run; --hypothesis-profile=default draws others.
 hypothesis.settings.register_profile(
     "patient", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -143,7 +143,7 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFiles:
 
 @pytest.fixture(scope="session")
 def index_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An index without any process around it; whoever uses it takes a namespace."""
+    """An index without any process around it; each user chooses a namespace."""
     nothing = Settings(parse(TargetConfig, "t", ["--model", "x"], {}), None, parse(OrchestratorConfig, "o", [], {}))
     cluster = Cluster(nothing, tmp_path_factory.mktemp("index"))
     cluster.start_index()
@@ -153,7 +153,7 @@ def index_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 async def fakes(index_url: str, byte_tokenizer: TokenizerFiles, request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
-    """Nobody yet, in a namespace of the test's own."""
+    """No record yet, in the test's own namespace."""
     async with fleet(index_url, byte_tokenizer, request.node.nodeid) as running:
         yield running
 

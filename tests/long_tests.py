@@ -14,7 +14,7 @@ from bough.config.cache_paths import cache_folder
 
 ROOT = Path(__file__).parents[1]
 EVERYWHERE = ("bough/model", "bough/protocol", "bough/trees", "constraints.txt", "tests/conftest.py", "tests/fakes")
-COVERS = {  # what each folder's long tests may fail for, beside themselves
+COVERS = {  # what each folder's long tests may fail for, besides its own code
     "tests/cli": ("bough/cli", "bough/processes", "orchestrator"),
     "tests/clients": ("bough/grammar", "bough/tokenization", "orchestrator"),
     "tests/gpu": ("draft_worker", "target_worker"),

@@ -12,7 +12,7 @@ DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / 
 FOLDERS = ("bough", "orchestrator", "draft_worker", "target_worker", "simulator", "deploy", "loadtest", "tests")
 MODULES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 DECISIONS = ROOT / "docs" / "decisions"
-OF_A_COMMIT = re.compile(r"[Cc]ommit\s+[0-9a-f]{7}")  # a decision that says so tells of scripts of that time
+OF_A_COMMIT = re.compile(r"[Cc]ommit\s+[0-9a-f]{7}")  # a decision that says so describes scripts of that time
 
 
 def name(document: Path) -> str:
@@ -74,7 +74,7 @@ FLAGS = our_flags()
 
 @pytest.mark.parametrize("document", [each for each in DOCUMENTS if each.parent != DECISIONS], ids=name)
 def test_named_flags_exist(document: Path) -> None:
-    """Those that stand alone: within a command they may be another program's."""
+    """Those outside of commands: within a command they may be another program's."""
     for flag in re.findall(r"`(--[a-z][\w-]*)", document.read_text()):
         assert {flag, flag.replace("--no-", "--", 1)} & FLAGS, flag
 

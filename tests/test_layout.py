@@ -195,7 +195,7 @@ def test_every_command_line_only_accepts_whole_flags() -> None:
 
 
 def test_test_folders_match_the_codes() -> None:
-    """Beside them are kinds of tests: of several processes, of others' clients, of a GPU that is pretended."""
+    """The other folders are kinds of tests: of several processes, of other clients, of a simulated GPU."""
     tests = ROOT / "tests"
     for folder in {path.parent.relative_to(tests) for path in python_files("tests")} - {Path()}:
         if folder.parts[0] not in {"fakes", "data", "pipeline", "clients", "gpu"}:

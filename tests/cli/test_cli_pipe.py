@@ -1,4 +1,4 @@
-"""Commands in scripts: whose output nobody reads to its end, as in `bough doctor | head`, or that end by a signal."""
+"""Commands in scripts whose output is not read to its end, as in `bough doctor | head`, or that end by a signal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ bough.cli.main.main(["doctor"])
 
 
 def left(program: str, *arguments: str, num_read: int = 0) -> tuple[int, bytes]:
-    """Exit status and standard error of a command whose reader goes after so many bytes."""
+    """Exit status and standard error of a command whose reader closes after this many bytes."""
     reader, writer = os.pipe()
     process = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
@@ -70,7 +70,7 @@ def test_a_command_with_a_reader_ends_normally() -> None:
 
 @pytest.mark.parametrize("arguments", [("generate", "hello"), ("top",), ("doctor",)])
 def test_a_background_command_of_a_script_ends_by_sigint(arguments: tuple[str, ...]) -> None:
-    """The shell of a script has `command &` ignore it, and `bough generate &` went on until it was killed."""
+    """The shell of a script makes `command &` ignore it, and `bough generate &` continued until it was killed."""
     ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -64,7 +64,7 @@ def namespace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def pasted(namespace: str, *command: str, typed: str = "") -> str:
-    """What a command prints that is run beside the server."""
+    """Output of a command run while the server runs."""
     done = subprocess.run(
         [*IN_NAMESPACE, namespace, *command],
         input=typed, capture_output=True, text=True, timeout=CALL_SECONDS, env=ENVIRONMENT,

@@ -1,4 +1,4 @@
-"""Streams that break: the rest comes from wherever it can be had, and joins without a seam."""
+"""Streams that break: the rest comes from any orchestrator, and joins without a gap."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ async def test_invalid_resumptions_are_refused(fakes: Fleet, changes: dict[str, 
 
 
 async def test_the_client_hides_the_death_of_its_orchestrator(fakes: Fleet, caplog: pytest.LogCaptureFixture) -> None:
-    """One Started, every token once, one Finished, which tells; the log says at once that it tries again."""
+    """One Started, every token once, one Finished, which reports it; the log mentions the retry at once."""
     target, _ = await fakes.target("t1")
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
 
@@ -305,7 +305,7 @@ class Draining:
 
 @pytest.mark.parametrize("is_alone", [False, True])
 async def test_the_client_waits_while_all_orchestrators_drain(is_alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that has not begun is asked again; where one address is known, its refusal is told soon."""
+    """A request that has not begun is sent again; if there is one address, its refusal is reported soon."""
     monkeypatch.setattr("bough.client.client.START_PATIENCE_SECONDS", 0.0)
 
     def add(server: grpc.aio.Server) -> None:

@@ -1,4 +1,4 @@
-"""Tasks that go on until somebody ends them."""
+"""Tasks that run until they are ended."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_a_time_limit_is_not_a_cancellation() -> None:
 
 
 async def test_the_exception_of_an_ended_task_is_not_raised() -> None:
-    """Whoever ends it wants it gone."""
+    """Its caller wants it to end."""
 
     async def fail() -> None:
         raise ValueError("on its own")

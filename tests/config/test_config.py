@@ -236,7 +236,7 @@ async def test_an_address_with_an_invalid_port_is_refused() -> None:
 
 
 def test_started_processes_do_not_depend_on_the_working_folder(tmp_path: Path) -> None:
-    """Beside a clone of ours, its folder was taken for the package."""
+    """Next to a clone of the repository, its folder was mistaken for the package."""
     (tmp_path / "bough").mkdir()
     command = [sys.executable, *MODULE, "orchestrator", "--help"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0

@@ -88,7 +88,7 @@ def by_compressed_tensors(file: str, format_: str, scales: torch.Tensor, **weigh
 
 
 def save(file: str, tensors: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
-    """Beside this script."""
+    """Next to this script."""
     named = {f"layer.{name}": tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     save_file({**named, "weight": weight.contiguous()}, HERE / file)
 

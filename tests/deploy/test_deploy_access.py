@@ -1,4 +1,4 @@
-"""Programs with keys and certificates under a supervisor: it comes to them, and nobody else comes by it."""
+"""Programs with keys and certificates under a supervisor: it reaches them, and nobody else does through it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_programs_with_certificates_are_supervised_and_reached(index_url: 
 
 
 async def test_the_proxy_is_refused_by_a_port_that_requires_client_certificates(index_url: str, tmp_path: Path) -> None:
-    """It let in whoever had none, for Serve's proxy asks for none, and its supervisor showed one of its own."""
+    """It let in callers without one, as Serve's proxy asks for none, and its supervisor presented its own."""
     files = Authority().files(tmp_path)
     clients = {"tls_client_ca": str(Authority("clients").write(tmp_path, "clients")), "port": 0, "draft": "none"}
     own = {"tls_cert": files.cert, "tls_key": files.key, "namespace": "clients"}
@@ -65,7 +65,7 @@ async def test_an_orchestrator_reports_its_load_to_its_supervisor(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a secret of all processes it answered applications alone, and was never scaled."""
-    monkeypatch.delattr(Supervising, "__del__")  # which Serve awaits, and nobody here
+    monkeypatch.delattr(Supervising, "__del__")  # which Serve awaits, and nothing does here
     (keys := tmp_path / "keys.jsonl").write_text("")
     keys.chmod(0o600)
     program = {"keys": str(keys), "port": 0, "draft": "none", "namespace": "keys"}

@@ -210,7 +210,7 @@ def test_an_index_with_other_settings_is_refused(user_config: Any, text: str) ->
     ("field", "value"), [("num_replicas", 2), ("autoscaling_config", {"min_replicas": 1, "max_replicas": 2})]
 )
 def test_there_is_only_one_index(field: str, value: Any) -> None:
-    """Each replica told programs of another index, and all were started anew for it again and again."""
+    """Each replica sent its programs another index, and all were restarted again and again."""
     config = yaml.safe_load((FOLDER / "one-machine.yaml").read_text())
     config["applications"][0]["deployments"][0][field] = value
     with pytest.raises(
@@ -275,7 +275,7 @@ def test_a_replica_reserves_one_processor_by_default() -> None:
 
 
 class Context:
-    """What Serve tells a policy."""
+    """What Serve passes to a policy."""
 
     def __init__(self, metrics: dict[str, dict[str, float]] | None, target_num_replicas: int = 3) -> None:
         self.aggregated_metrics = metrics

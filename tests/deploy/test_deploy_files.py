@@ -39,7 +39,7 @@ DOCKER, KUBERNETES, SYSTEMD = (Path("deploy") / name for name in ("docker", "kub
 COMPOSE = [DOCKER / "compose.yaml", DOCKER / "compose.gpu.yaml"]
 TLS = DOCKER / "compose.tls.yaml"
 UNITS = sorted(SYSTEMD.glob("*.service"))
-# Of KubeRay 1.7.0's CRD: version v1 without descriptions, and `additionalProperties: false` wherever fields are listed.
+# Of KubeRay 1.7.0's CRD: version v1 without descriptions, and `additionalProperties: false` for all listed fields.
 RAY_SERVICE = Path("tests/data/kuberay-rayservice-v1.schema.json.gz")
 PROGRAMS: Mapping[str, type[ServiceConfig]] = {
     "target_worker": TargetConfig,
@@ -141,7 +141,7 @@ def test_compose_with_tls_has_certificates_and_names_for_every_program() -> None
     "path", [COMPOSE[0], SYSTEMD / "bough-index.service", KUBERNETES / "bough.yaml"], ids=lambda path: path.name
 )
 def test_the_index_has_memory_for_all_that_clients_may_store(path: Path) -> None:
-    """It had a quarter of it: whoever opened sessions enough kept workers and orchestrators from registering."""
+    """It had a quarter of it: many sessions kept workers and orchestrators from registering."""
     found = re.search(r"--maxmemory,? (\d+)gb", path.read_text())
     assert found is not None
     assert int(found[1]) * 1000**3 > 2 * 1.5 * Quota().max_bytes  # strings that grow take more than they hold
@@ -214,7 +214,7 @@ def test_pods_may_take_as_long_to_end_as_their_replicas_to_drain() -> None:
 
 @pytest.mark.parametrize("path", [KUBERNETES / "bough.yaml", Path("deploy") / "cluster.yaml"], ids=str)
 def test_clients_spread_over_several_orchestrators(path: Path) -> None:
-    """A gRPC connection lasts: whoever had come first kept all, and one that was added later got nobody."""
+    """A gRPC connection lasts: the first orchestrator kept all clients, and one that was added later got none."""
     whole = list(yaml.safe_load_all(path.read_text()))
     serve = next(
         (yaml.safe_load(one["spec"]["serveConfigV2"]) for one in whole if one.get("kind") == "RayService"), whole[0]
@@ -226,7 +226,7 @@ def test_clients_spread_over_several_orchestrators(path: Path) -> None:
 
 
 def test_pods_run_as_an_unprivileged_user() -> None:
-    """Neither as root nor with what root may, and without a way in to Kubernetes' API."""
+    """Neither as root nor with root's capabilities, and without access to Kubernetes' API."""
     (service,) = (each for each in manifests() if each["kind"] == "RayService")
     cluster = service["spec"]["rayClusterConfig"]
     index = next(each for each in manifests() if each["kind"] == "Deployment")["spec"]["template"]["spec"]
@@ -294,7 +294,7 @@ def test_grafanas_default_password_does_not_work() -> None:
 
 
 def test_variables_in_the_guide_are_settings() -> None:
-    """Those of docs/deployment.md, as they stand there."""
+    """Those of docs/deployment.md, unchanged."""
     text = Path("docs/deployment.md").read_text()
     files = re.findall(r"^# /etc/bough/(\w+)\.env\n((?:\w+=.*\n)+)", text, re.MULTILINE)
     assert {name for name, _ in files} == {"index", "target", "draft", "orchestrator"}
@@ -308,7 +308,7 @@ def test_variables_in_the_guide_are_settings() -> None:
 
 
 def test_an_index_of_two_machines_has_a_password() -> None:
-    """Without one a server refuses whoever comes by an address that is not of loopback, whatever it is bound to."""
+    """Without one a server refuses callers that use an address other than loopback, on any interface."""
     unit = (SYSTEMD / "bough-index.service").read_text()
     assert "LoadCredential=index.conf:/etc/bough/index.conf\n" in unit
     assert "valkey-server ${CREDENTIALS_DIRECTORY}/index.conf " in unit
@@ -323,7 +323,7 @@ def test_the_guide_starts_the_valkey_that_bough_installs() -> None:
 
 
 def test_the_exit_status_reports_health() -> None:
-    """Of nobody here; of a process that serves in tests/health/test_health.py."""
+    """Of no process here; of a serving process in tests/health/test_health.py."""
     done = run(sys.executable, "-m", "bough.health", "127.0.0.1:1")
     assert done.returncode == 1
     assert done.stdout.startswith("UNAVAILABLE")

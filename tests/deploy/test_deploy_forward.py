@@ -83,7 +83,7 @@ async def sending(response: Any) -> asyncio.Task[None]:
 
 
 async def left(answering: asyncio.Task[None]) -> None:
-    """The client hangs up, as Serve tells a replica."""
+    """The client disconnects, as Serve reports to a replica."""
     answering.cancel()
     await asyncio.gather(answering, return_exceptions=True)
 
@@ -102,7 +102,7 @@ async def read_to_the_end(upstream: Upstream, response: Any) -> None:
 
 
 async def test_requests_wait_while_the_orchestrator_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs goes on meanwhile. Only so many wait, and only so long."""
+    """Running requests continue meanwhile. The number of waiting ones and their time are limited."""
     monkeypatch.setattr(forward, "MOST_WAITING", 1)
     waiting_forwarder = WaitingForwarder()
     async with forwarding() as (upstream, forwarder), forwarding() as (other, successor):
@@ -239,7 +239,7 @@ async def before(app: Any) -> AsyncIterator[Forwarder]:
 
 
 async def test_the_body_of_a_request_refused_by_its_head_is_not_read() -> None:
-    """Bodies of up to 4 MB went into memory, for as long as they took, before anybody was asked for a key."""
+    """Bodies of up to 4 MB were in memory, for as long as they took, before a key was checked."""
     num_read: list[int] = []
     async with before(JSONResponse({"error": "no key"}, 401)) as forwarder, asyncio.timeout(30):
         response = await forwarder.forward(endless(num_read))

@@ -142,7 +142,7 @@ async def test_an_index_with_certificates_requires_client_certificates(tmp_path:
 async def test_an_index_that_does_not_start_leaves_no_thread_or_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One forwards from the TLS port: neither where no server could be made nor where it ended."""
+    """One forwards from the TLS port: not if no server could be made or if it ended."""
     files = Authority().files(tmp_path)
     tls = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.authority}
     before = {*threading.enumerate()}

@@ -72,7 +72,7 @@ def test_one_missing_answer_of_the_controller_ends_nothing(
 def test_a_configuration_refused_by_serve_gives_one_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The wait for Serve is told when it begins, as it takes long on a busy machine."""
+    """Waiting for Serve is reported when it begins, as it takes long on a busy machine."""
 
     def refuse(schema: ServeDeploySchema) -> None:
         raise RayError(f"Traceback:\nValueError: {schema.applications[0].name} is taken")
@@ -85,7 +85,7 @@ def test_a_configuration_refused_by_serve_gives_one_error(
 
 
 def test_deploy_joins_no_other_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an address Ray joins what RAY_ADDRESS names, and refuses to be told the resources of its node."""
+    """Without an address Ray joins what RAY_ADDRESS names, and does not accept its node's resources."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(local.ray, "init", lambda **options: started.append(options))
@@ -121,7 +121,7 @@ def caught() -> Iterator[Callable[[], None]]:
 
 
 def test_a_signal_during_an_asyncio_callback_is_not_lost(caught: Callable[[], None]) -> None:
-    """asyncio logs an Exception that a callback raises, and goes on."""
+    """asyncio logs an Exception that a callback raises, and continues."""
 
     async def ask() -> None:
         asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
@@ -201,7 +201,7 @@ def test_haproxy_requires_its_program_free_ports_and_no_tls(monkeypatch: pytest.
 
 
 def test_haproxy_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a Ray node is killed, Ray's own HAProxy goes on and holds the ports."""
+    """If a Ray node is killed, Ray's own HAProxy continues and occupies the ports."""
     for name in ("BOUGH_HAPROXY", "BOUGH_PYTHON", "RAY_SERVE_HAPROXY_BINARY_PATH"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(haproxy, "RAY_SERVE_HAPROXY_BINARY_PATH", shutil.which("sleep"))

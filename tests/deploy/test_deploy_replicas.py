@@ -98,7 +98,7 @@ async def test_an_ended_program_is_restarted_and_requests_wait(replica: Orchestr
     (first,) = FakeSupervisor.made
     FakeSupervisor.may_start.clear()
     first.has_ended = True
-    for _ in range(3):  # as many as Serve takes for its end
+    for _ in range(3):  # as many as Serve needs to end it
         await replica.check_health()
         await asyncio.sleep(0)
     assert waits(replica._forwarder)
@@ -115,7 +115,7 @@ async def test_an_ended_program_is_restarted_and_requests_wait(replica: Orchestr
 async def test_a_program_whose_index_has_moved_restarts_with_the_new_one(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Serve is told nothing: it would replace the replica, in three checks and with another process."""
+    """Serve learns nothing: it would replace the replica, in three checks and with another process."""
     (first,) = FakeSupervisor.made
     monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
     await replica.check_health()
@@ -143,7 +143,7 @@ async def test_streams_of_an_orchestrator_whose_index_has_moved_end_while_its_su
 async def test_a_program_restarts_again_if_its_index_moves_again(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would wait for ever at an address where nobody answers."""
+    """It would wait forever at an address that does not answer."""
     FakeSupervisor.may_start.clear()
     for number in (2, 3):
         monkeypatch.setattr(replica, "_index", f"redis://127.0.0.1:{number}")
@@ -160,7 +160,7 @@ async def test_a_program_restarts_again_if_its_index_moves_again(
 async def test_settings_that_arrive_while_the_index_is_replaced_apply_to_the_next_program(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is asked may be the one that ends: that is no reason to replace this replica as well."""
+    """The orchestrator that is asked may be the one that ends: that is no reason to replace this replica as well."""
     answers: list[Exception | IndexPlace] = [Unavailable("its replica has died"), IndexPlace("redis://127.0.0.1:2")]
 
     async def placed(timeout_seconds: float) -> IndexPlace:
@@ -300,7 +300,7 @@ async def test_streams_of_an_orchestrator_end_while_its_successor_serves(replica
 async def test_requests_wait_until_a_successor_has_a_target(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that has never seen a target refuses them at once, and the same redeploy may start the target anew."""
+    """One that has never seen a target refuses them at once, and the same redeploy may restart the target."""
     has_target = asyncio.Event()
     limits: list[float] = []
 

@@ -86,7 +86,7 @@ def test_an_index_can_be_named_by_a_variable() -> None:
 
 
 def test_a_program_gets_its_threads_and_index_from_ray() -> None:
-    """Ray leaves OMP_NUM_THREADS=1 to whatever its workers start."""
+    """Ray leaves OMP_NUM_THREADS=1 to all that its workers start."""
     program = {**SIMULATED, "threads": 6}
     settings = read_program(Role.TARGET, {"program": program, "environment": {"CUDA_VISIBLE_DEVICES": 1}})
     assert child_variables(settings, "redis://a") == {

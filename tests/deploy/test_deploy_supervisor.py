@@ -168,7 +168,7 @@ async def test_another_process_on_a_fixed_port_is_not_mistaken_for_the_program(i
 async def test_a_program_waits_for_processes_of_a_dead_replica(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_by_port: bool
 ) -> None:
-    """It drains: a target that was started beside it found the GPU's memory taken, or the port in use."""
+    """It drains: a target started meanwhile found the GPU's memory or the port in use."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     program = {"simulate": str(PROFILE), "namespace": "turns", "port": free_port(HOST) if is_by_port else 0}
     async with supervised(Role.DRAFT, index_url, tmp_path, program) as before:
@@ -183,7 +183,7 @@ async def test_a_program_waits_for_processes_of_a_dead_replica(
 
 
 async def test_a_program_does_not_wait_forever(index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts may share a GPU; a port is told to be in use."""
+    """Drafts may share a GPU; a port is reported as in use."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(supervisor_module, "REPLICA_ENDING_SECONDS", 0.0)
     program = {"simulate": str(PROFILE), "namespace": "turns", "drain_seconds": 0}
@@ -231,7 +231,7 @@ async def test_a_log_is_stored_in_a_readable_folder(
 
 
 def test_a_log_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name, another one for each user, can be guessed; whoever made it could replace logs and locks."""
+    """Its name, another one for each user, can be guessed; another user who created it could replace logs and locks."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = temporary_folder()
     assert folder == tmp_path / f"bough-{os.getuid()}"

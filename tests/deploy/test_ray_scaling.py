@@ -78,7 +78,7 @@ def config(index_port: int) -> dict[str, Any]:
 
 
 async def orchestrators(index_url: str, number: int) -> list[str]:
-    """Addresses of the orchestrators once there are so many."""
+    """Addresses of the orchestrators once there are this many."""
     found: list[str] = []
 
     async def are_there() -> bool:
@@ -137,7 +137,7 @@ def gpus_of(dashboard: RayDashboard, deployment: str) -> set[str]:
 
 @asynccontextmanager
 async def streaming(streams: Streams, number: int, rng: random.Random, tally: Tally) -> AsyncIterator[None]:
-    """Keep so many streams running; those that run at the end may finish."""
+    """Keep this many streams running; those that run at the end may finish."""
     streams.tally = tally
     running = asyncio.create_task(streams.run(number, rng))
     try:

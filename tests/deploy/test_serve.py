@@ -36,7 +36,7 @@ def calls_of(said: str) -> list[str]:
 
 
 def pasted(call: str, folder: Path, key: str = "") -> subprocess.CompletedProcess[str]:
-    """What a call comes to in a shell of somebody who has this key, or none."""
+    """Result of a call in a user's shell with this key, or none."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BOUGH_")}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     environment |= {"BOUGH_API_KEY": key} if key else {}
@@ -117,7 +117,7 @@ async def ended(machine: Machine) -> None:
     process_id = int(record.worker_id.split("-")[1])
     end = os.pidfd_open(process_id)
     os.kill(process_id, signal.SIGKILL)
-    # Until it has ended it may take a request that it cannot answer, which nobody sends again for a client.
+    # Until it has ended it may accept a request that it cannot answer, which is not sent again for a client.
     await asyncio.to_thread(wait_for_end, end, CALL_SECONDS)
     body = {"prompt": "Why", "max_tokens": 4}
     async with httpx.AsyncClient(trust_env=False, timeout=CALL_SECONDS) as http:

@@ -106,7 +106,7 @@ def test_a_cancelled_and_a_released_call_do_not_affect_others(tiny: Path) -> Non
 
 
 def test_draft_ahead_is_reported_and_changes_no_tree(tiny: Path) -> None:
-    """The draft as its own target, greedy: outcomes are what decoding goes on with."""
+    """The draft as its own target, greedy: outcomes are its decoding's continuation."""
     with worker(tiny, "--ahead-steps", "20") as ahead, worker(tiny) as cold:
         tokens = [3, 1, 4]
         for _ in range(6):

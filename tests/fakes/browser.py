@@ -1,4 +1,4 @@
-"""A headless Chromium, told what to do over the DevTools protocol."""
+"""A headless Chromium, controlled over the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Page:
     """The one page of a browser."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self.problems: list[str] = []  # what the page's console tells of errors
+        self.problems: list[str] = []  # errors in the page's console
         self._socket = socket
         self._num_calls = 0
 

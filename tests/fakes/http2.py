@@ -18,7 +18,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def head(path: str, fields: Iterable[tuple[str, str]] = ()) -> bytes:
-    """The block of a gRPC call's headers; characters stand for bytes."""
+    """The block of a gRPC call's headers; characters are bytes."""
     usual = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"), ("te", "trailers")]
     every = [*usual, ("content-type", "application/grpc"), *fields]
     return b"".join(literal(name.encode(), value.encode("latin-1")) for name, value in every)

@@ -34,7 +34,7 @@ class HttpStack:
     transports: list[asyncio.Transport]  # of each request's connection
 
     async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        """Send a request; underscores in header names stand for hyphens."""
+        """Send a request; underscores in header names become hyphens."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return await self.client.post(path, json=body, headers=named)
 

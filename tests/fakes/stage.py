@@ -135,7 +135,7 @@ async def staged(folder: Path, max_connection_age: float = 0.0) -> AsyncIterator
 
 @asynccontextmanager
 async def staged_at(index_url: str, namespace: str = "bough", max_connection_age: float = 0.0) -> AsyncIterator[Stage]:
-    """Run a fake target during the block, registered in a namespace that nobody else uses."""
+    """Run a fake target during the block, registered in its own namespace."""
     registry, target = Registry(index_url, namespace), FakeTarget()
     target.may_answer.set()
     try:

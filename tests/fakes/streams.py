@@ -128,7 +128,7 @@ class Gate:
             await self._reached.wait()
 
     def open(self) -> None:
-        """Let the call go on."""
+        """Let the call continue."""
         self._opened.set()
 
     async def _hold(self) -> None:

@@ -19,7 +19,7 @@ async def until(condition: Callable[[], object | Awaitable[object]], seconds: fl
 
 
 def block_until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
-    """Wait until a condition holds, in a thread without an event loop that would have to go on."""
+    """Wait until a condition holds, in a thread without an event loop that would have to continue."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -160,7 +160,7 @@ def test_a_peer_recognises_both_errors() -> None:
 
 
 class Small(FakeModel):
-    """Has memory for so many tokens at once."""
+    """Has memory for this many tokens at once."""
 
     most = LIMITS.max_nodes
 

@@ -67,7 +67,7 @@ def test_a_copy_is_made_when_it_is_waited_for() -> None:
 
 
 class RecycledStreams(PretendedStreams):
-    """Whose memory has just been given back by somebody whose computing is not over, as torch's allocator has it."""
+    """Its memory was just released by a computation that is not over, as in torch's allocator."""
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
         return super().device_memory(num_bytes).fill_(1)
@@ -97,7 +97,7 @@ def forget(self: PretendedStreams, event: DeviceEvent) -> None:
 
 
 def free_at_once(self: DeviceRing, computed: DeviceEvent) -> None:
-    """Slabs that nobody waits for."""
+    """Slabs that are not waited for."""
     reset(self, computed)
     self._free_after = _Nobody([computed] * len(self._slabs))
 

@@ -1,4 +1,4 @@
-"""Layers of a target on a second device: hidden states cross, twice for each run of such layers, and nobody waits."""
+"""Layers of a target on a second device: hidden states cross, twice for each run of such layers, without waiting."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ OTHER_MIXTURES = [name for name in MIXTURES if not hasattr(FAMILIES[name], "kv_l
 @pytest.mark.slow
 @pytest.mark.parametrize("family", long_but(KINDS, FAMILIES))
 def test_every_family_gives_the_cpus_results(family: str, tmp_path: Path) -> None:
-    """On a device whose memory is NaN wherever nobody has written."""
+    """On a device whose unwritten memory is NaN."""
     folder = save_model(tmp_path / "model", of_two_layers(family))
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
 
@@ -104,7 +104,7 @@ def test_results_do_not_depend_on_the_places_of_layers_or_on_the_moment_of_copie
 @pytest.mark.slow
 @pytest.mark.parametrize("family", long_but(["qwen2 moe, shared expert"], OTHER_MIXTURES))
 def test_experts_stream_to_one_device_while_another_holds_whole_layers(family: str, tmp_path: Path) -> None:
-    """In the bits of one device that has all layers whole, as late as may be and by chance, wherever KV is."""
+    """In the bits of one device that has all layers whole, as late as possible and at random, wherever KV is."""
     folder = save_model(tmp_path / "model", FAMILIES[family])
     wanted = on_device(folder, Where(max_resident=9), torch.bfloat16)
     for kv_on_host, elsewhere, chance in ((True, (1,), NEVER), (False, (0, 1), 0.6)):

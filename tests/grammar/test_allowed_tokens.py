@@ -1,4 +1,4 @@
-"""Masks by a grammar depend on the output alone, wherever in a tree they are asked for, and on no earlier question."""
+"""Masks of a grammar depend on the output alone, at any node of a tree, and on no earlier question."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_only_the_end_may_follow_the_end(grammars: Grammars, byte_tokenizer: Tok
 
 
 def test_an_end_token_in_a_grammar_does_not_end_it(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
-    """It would end the text where the grammar goes on."""
+    """It would end the text although the grammar continues."""
     (end,) = byte_tokenizer.eos_token_ids
     allowed = along(grammars, Constraint(lark=f'start: "a" <[{end}]> "b"'))
     (letter,) = np.flatnonzero(fresh(grammars, Constraint(choices=("a",)), [])).tolist()

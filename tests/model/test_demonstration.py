@@ -1,4 +1,4 @@
-"""The demonstration model is written once, whoever wants it at the same time."""
+"""The demonstration model is written once, even if several processes want it at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What numba has compiled is found again wherever the same files are, and not where one of them is another."""
+"""What numba has compiled is found again if the files are the same, and not if one of them differs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder_of(parent: Path, *, neighbour: str) -> Path:
 
 
 def test_a_folders_hash_covers_all_of_its_files(tmp_path: Path) -> None:
-    """A function that calls one of a neighbour's went on with what had been compiled of the old one."""
+    """A function that calls one of a neighbour's kept using what had been compiled of the old one."""
     first, second, other = (
         ByContents.get_suitable_cache_subpath(str(folder_of(tmp_path / name, neighbour=text)))
         for name, text in (("first", "A = 1\n"), ("second", "A = 1\n"), ("other", "A = 2\n"))

@@ -86,7 +86,7 @@ async def test_an_orchestrator_stopped_before_the_index_answers_does_not_start(s
 
 
 async def test_a_successor_can_use_the_ports_during_a_drain(stage: Stage) -> None:
-    """Whoever came while a stream lasted was refused: a redeploy may take as long as the longest of them."""
+    """New requests were refused while a stream lasted: a redeploy may take as long as the longest of them."""
     ports = [free_port(HOST) for _ in range(3)]
     names = ("--port", "--http-port", "--metrics-port")
     flags = [str(part) for pair in zip(names, ports, strict=True) for part in pair]
@@ -152,7 +152,7 @@ async def test_a_caller_that_stops_reading_occupies_nothing(stage: Stage, sessio
         for _ in range(3):
             await anext(events)
         await until(lambda: not orchestrator.requests.loads().num_requests_running)
-        if session_id:  # its session can be gone on with, though the generator is still in somebody's hands
+        if session_id:  # its session can be continued, though the generator still exists
             assert isinstance(
                 (await finish(orchestrator.callers.tenant(()), options=replace(SHORT, session_id="kept")))[-1], Finished
             )

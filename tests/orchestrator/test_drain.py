@@ -97,7 +97,7 @@ async def begun(stage: Stage, client: Client, options: GenerateOptions = SHORT) 
 
 
 async def is_gone(client: Client) -> bool:
-    """Whether nobody answers at its port."""
+    """Whether its port does not answer."""
     try:
         await client.loads()
     except NoAnswer:
@@ -189,7 +189,7 @@ class Leaver:
 
 @pytest.mark.parametrize("is_done", [True, False])
 async def test_a_worker_with_something_to_hand_over_is_asked_to(is_done: bool) -> None:
-    """And waited for, but not for ever: what it has left to do goes on until the process closes it."""
+    """And waited for, but not forever: its remaining work continues until the process closes it."""
     worker = Leaver()
     if is_done:
         worker.left.set_result(None)

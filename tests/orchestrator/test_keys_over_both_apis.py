@@ -112,7 +112,7 @@ async def test_grpc_refuses_every_call_without_a_key(endpoint: Guarded, key: str
         for method in ("/bough.v1.Generation/NoSuch", "/nothing", "/bough.v1.Generation/Generate"):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await channel.unary_unary(method)(b"\xff" * 1000)
-            # What is not there is refused before anybody looks at its name.
+            # Unknown names are refused before they are looked up.
             is_there = method.endswith("/Generate")
             assert refused.value.code() is getattr(grpc.StatusCode, "UNAUTHENTICATED" if is_there else "UNIMPLEMENTED")
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -138,7 +138,7 @@ async def test_a_key_works_over_both_apis(endpoint: Guarded, monkeypatch: pytest
 
 
 async def test_users_of_a_load_test_send_their_key(endpoint: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody could try an orchestrator under load that is guarded as it should be."""
+    """An orchestrator under load could not be tested with proper access control."""
     endpoints = pytest.importorskip("loadtest.locust.apis", reason="extra `loadtest`")
     for key in (ALICE, ""):
         monkeypatch.setenv("BOUGH_API_KEY", key)
@@ -189,7 +189,7 @@ async def test_metrics_need_a_key_unless_they_are_public(tmp_path: Path) -> None
 
 
 async def test_keys_change_while_streams_run(endpoint: Guarded) -> None:
-    """By SIGHUP's way at once, and soon by itself; who has begun goes on, and a mistake in the file changes nothing."""
+    """By SIGHUP at once, and soon by itself; running requests continue, and a mistake in the file changes nothing."""
     endpoint.stage.target.may_answer.clear()
     async with endpoint.client(ALICE) as alice, endpoint.client("sk-carol") as carol:
         running = asyncio.create_task(answer(alice))

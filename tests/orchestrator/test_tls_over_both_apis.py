@@ -205,7 +205,7 @@ async def test_clients_without_a_certificate_are_refused_if_one_is_required(
 
 
 async def test_a_certificate_can_be_replaced_during_a_stream(endpoint: Endpoint, tmp_path: Path) -> None:
-    """The stream goes on; the next connection has the new one, of another authority."""
+    """The stream continues; the next connection has the new one, of another authority."""
     endpoint.stage.target.sweep_seconds = 0.02
     shown = context_of(AUTHORITY)
     async with endpoint.client(knowing(tmp_path)) as client, endpoint.http(shown) as http:
@@ -251,7 +251,7 @@ async def test_workers_are_only_called_over_tls_if_there_is_an_authority(
 
 
 async def test_metrics_are_served_over_tls_and_found_there(tmp_path: Path) -> None:
-    """One that says nothing keeps nobody waiting; plain text ends at once; the certificate is that of the moment."""
+    """A silent one delays nobody; plain text ends at once; the certificate is the present one."""
     async with endpoint_with(tmp_path, "--metrics-port", "0") as endpoint, endpoint.http(context_of(AUTHORITY)) as http:
         record = WorkerRecord("orchestrator", "o", endpoint.address, metrics=endpoint.orchestrator.metrics_address)
         async with registered(endpoint.stage.registry, lambda: record):

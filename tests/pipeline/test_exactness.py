@@ -34,7 +34,7 @@ VOCAB = 5
 LENGTH = 3  # tokens whose joint distribution is compared
 NUM_DRAWS = 200_000  # sequences for each case of the grid, in `make test-long`
 FEW_DRAWS = 20_000  # in the suite
-PARTS = 4  # tokens whose noise is taken of each seed and position, as that of so many seeds
+PARTS = 4  # tokens whose noise is taken of each seed and position, as if from this many seeds
 MAX_ERROR, NUM_TESTS = 1e-6, 1100
 NUM_SERVED_TESTS = 8  # of them in `test_exactness_served`
 FILTERS = ({}, {"top_p": 0.8}, {"top_k": 3}, {"top_p": 0.9, "top_k": 4})
@@ -141,7 +141,7 @@ def grow_many(world: World, text: Text, scheme: Scheme, num: int, rng: np.random
     checked: set[Text] = set()
     for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
         drawn = code // VOCAB**2, code // VOCAB % VOCAB
-        make = build if drawn in checked else validated  # below the same children all were drawn alike, just above
+        make = build if drawn in checked else validated  # below equal children all were drawn equally, just above
         checked.add(drawn)
         yield Trees(make(world, text, scheme, drawn, (code % VOCAB,)), count)
 
@@ -149,7 +149,7 @@ def grow_many(world: World, text: Text, scheme: Scheme, num: int, rng: np.random
 def verify_many(
     world: World, text: Text, trees: Trees, scheme: Scheme, rng: np.random.Generator, distributions: Distributions
 ) -> Counter[Text]:
-    """Committed tokens of as many rounds as there are trees; all that stand at a node draw at once."""
+    """Committed tokens of as many rounds as there are trees; all that are at a node draw at once."""
     tree, num = trees
     children, outcomes, waiting = tree.children(), Counter[Text](), [(0, text, num)]
     distribution = distributions(

@@ -199,7 +199,7 @@ def fits(texts: np.ndarray) -> list[float]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _numbers() -> Iterator[None]:
-    """Numbers of so many seeds take 130 MB, which other tests need not carry along."""
+    """Numbers of this many seeds take 130 MB, which other tests need not keep."""
     yield
     for kept in (noise, exponentials, served_tree):
         kept.cache_clear()

@@ -61,7 +61,7 @@ async def cluster(shared: Cluster) -> Cluster:
 
 
 async def is_whole(client: Client, cluster: Cluster) -> bool:
-    """Whether nobody is missing, and nobody who has ended is still taken for alive."""
+    """Whether all programs are present, and none that has ended is still considered alive."""
     running = {str(child.process.pid) for child in cluster.children.values()}
     try:
         info = await client.server_info()
@@ -188,7 +188,7 @@ async def test_another_orchestrator_continues_the_stream_of_a_killed_one(cluster
 
 
 async def test_killing_the_index_stops_no_stream_and_is_reported(cluster: Cluster, client: Client) -> None:
-    """Nothing depends on the index's truth: the workers last known go on, and the problem is named."""
+    """Nothing depends on the index's truth: the workers last known are used, and the problem is named."""
     undisturbed = await undisturbed_tokens(client)
     tokens, finished = await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "index")), 60)
     assert (tokens, finished.finish_reason) == (undisturbed, "length")
@@ -225,11 +225,11 @@ async def test_a_truncated_weight_file_ends_its_target_with_the_reason(tiny: Pat
         whole = victim.read_bytes()
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not all(w.info.weights_hash for w in (await client.server_info()).workers):
-                await asyncio.sleep(0.1)  # after that the target can tell whether they are back
+                await asyncio.sleep(0.1)  # after that the target knows whether they are back
         os.truncate(victim, 4096)
         with pytest.raises(Unavailable, match=f"{victim.name}.*(layer|got 4096)"):
             await run(client, LONG, 0, None)  # its first sweeps may still find layers that were read ahead
-        await until(cluster.children["target_worker"].has_ended)  # rather than answer from weights that nobody knows
+        await until(cluster.children["target_worker"].has_ended)  # rather than answer from unknown weights
         victim.write_bytes(whole)
         cluster.restart("target_worker")  # as a supervisor would
         await cluster.wait_until_ready(lambda _: None)

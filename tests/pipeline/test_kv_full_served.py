@@ -28,7 +28,7 @@ FIT = 2 * (STEP + NODES) + CONTEXT - STEP  # two that begin, and one of them to 
 
 @asynccontextmanager
 async def requests_at(cluster: Cluster) -> AsyncIterator[Requests]:
-    """An orchestrator in this process, so that its streams stand still where they are not read."""
+    """An orchestrator in this process, so that its streams pause while they are not read."""
     registry = cluster.registry()
     directory = Directory(registry)
     requests = Requests(parse(OrchestratorConfig, "o", ["--draft", "none"], {}), directory, "in the test")
@@ -41,7 +41,7 @@ async def requests_at(cluster: Cluster) -> AsyncIterator[Requests]:
 
 
 async def pull(stream: AsyncGenerator[Event], events: list[Event], num_tokens: int) -> None:
-    """Reads on until so many tokens have come."""
+    """Reads on until this many tokens have come."""
     while sum(len(event.token_ids) for event in events if isinstance(event, Tokens)) < num_tokens:
         events.append(await anext(stream))
 

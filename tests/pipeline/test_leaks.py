@@ -67,7 +67,7 @@ async def holdings(services: Stack) -> Holdings:
 
 
 async def keys_without_an_end(services: Stack) -> set[bytes]:
-    """Keys of the index that would stay for ever."""
+    """Keys of the index that would stay forever."""
     async with redis.asyncio.from_url(services.index_url) as client:
         return {key async for key in client.scan_iter(count=1000) if await client.ttl(key) < 0}
 

@@ -1,4 +1,4 @@
-"""Generation whose guesses come from the session's own text, alone and beside a draft worker's."""
+"""Generation whose guesses come from the session's own text, alone and with a draft worker's."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_lookup_gives_plain_decodings_output(
 
 
 async def test_repetitive_text_has_more_tokens_per_round(draftless: Client) -> None:
-    """Whoever says only two words has said before what comes next."""
+    """A text of only two words has already said what comes next."""
     options = replace(GREEDY, max_tokens=200, logit_bias=TWO_WORDS, speculation=SIZE)
     rounds, finished = await generate(draftless, options)
     metrics = finished.speculation

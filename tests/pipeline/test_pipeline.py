@@ -143,7 +143,7 @@ async def test_speculation_accepts_several_tokens_a_round(client: Client, prompt
 
 
 async def test_text_outside_the_basic_plane_is_streamed_completely(client: Client) -> None:
-    """A globe is four bytes in several tokens; the prompt makes the model go on with more of them."""
+    """A globe is four bytes in several tokens; the prompt makes the model continue with more of them."""
     prompt = TextPrompt("one 🌍 two 🚀 three 🌍 four 🚀 five 🌍 six 🚀 seven")
     events = [event async for event in client.generate(prompt, replace(GREEDY, max_tokens=16))]
     pieces = [text for event in events if isinstance(event, Tokens) for text in event.texts]

@@ -218,7 +218,7 @@ async def test_requests_that_the_caller_does_not_sample_are_not_traced(stack: Tr
 
 
 async def test_no_text_is_exported(stack: Traced) -> None:
-    """Nor a key that was shown, which no log has either, with all that there is to log."""
+    """No rejected key either, which no log has, at the most verbose log level."""
     key = "sk-bough-keptclosed"
     events = await stack.grpc("r-private", ("authorization", f"Bearer {key}"), session_id="chat-of-anna")
     texts = ["".join(event.tokens.texts) for event in events if event.HasField("tokens")]

@@ -245,7 +245,7 @@ async def test_an_unknown_session_is_answered_with_its_cached_tokens(target: Any
 
 
 async def test_a_call_for_another_worker_is_refused(target: Any) -> None:
-    """It was at this address before, perhaps with another model: a connection goes to whoever is there now."""
+    """It was at this address before, perhaps with another model: a connection goes to the present server."""
     with pytest.raises(grpc.aio.AioRpcError, match="at this address, got 'target-1-a'") as caught:
         await target.Verify(verify_request(worker_id="target-1-a"))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -474,5 +474,5 @@ async def test_workers_that_cannot_start_report_why(
     ):
         monkeypatch.setattr(sys, "argv", ["worker", "--dtype", "float32", *flags, *index])
         with pytest.raises(BoughError) as raised:
-            await asyncio.wait_for(module.main(), START_SECONDS)  # one that starts after all would serve for ever
+            await asyncio.wait_for(module.main(), START_SECONDS)  # one that starts after all would serve forever
         assert message in str(raised.value), flags

@@ -56,7 +56,7 @@ async def test_requests_waiting_for_kv_survive_restarts(tmp_path: Path, signal_n
 
 
 async def restarted(cluster: Cluster, signal_number: int, is_enough: Callable[[], bool]) -> None:
-    """Restart the targets in turn until it is enough; after so many times they are left alone, so that all end."""
+    """Restart the targets in turn until it is enough; after this many times they are left alone, so all end."""
     for name in (TARGET, OTHER) * 5:
         await asyncio.sleep(SECONDS_BETWEEN)
         if is_enough():

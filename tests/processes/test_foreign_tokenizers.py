@@ -1,4 +1,4 @@
-"""A worker's tokenizer is fetched by all that may work with it: one that makes no sense of it stops nobody."""
+"""A worker's tokenizer is fetched by all that may work with it: an invalid one stops none of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def nothing(self: FakeTarget, request: Any, context: Any) -> AsyncIterator
 async def test_a_tokenizer_that_is_too_long_or_missing_is_left_out(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, send: Any, got: str
 ) -> None:
-    """Whoever met such a worker kept all that it sent within ten seconds; of nothing a starting worker ended."""
+    """Its callers kept all that it sent within ten seconds; an empty one ended a starting worker."""
     monkeypatch.setattr(compatibility, "MAX_TOKENIZER_BYTES", 1_000_000)
     monkeypatch.setattr(FakeTarget, "GetTokenizer", send)
     await fakes.target("t")

@@ -1,4 +1,4 @@
-"""Programs that tests have forked begin, end and are told to end as those that are started anew."""
+"""Programs forked by tests begin, end and are ended like those that are started without forking."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def test_a_fatal_signal_is_reported(tmp_path: Path, kind: str) -> None:
 
 
 def test_it_inherits_descriptors(tmp_path: Path, index_url: str, kind: str) -> None:
-    """As the lock of a GPU, which is held while anybody has it open."""
+    """As the lock of a GPU, which is held while any process has it open."""
     reader, writer = os.pipe()
     child = serving(tmp_path, index_url, (writer,))
     os.close(writer)
     os.set_blocking(reader, False)
-    with pytest.raises(BlockingIOError):  # somebody might still write
+    with pytest.raises(BlockingIOError):  # some process might still write
         os.read(reader, 1)
     child.process.kill()
     child.process.wait(SECONDS)

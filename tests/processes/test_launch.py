@@ -1,4 +1,4 @@
-"""Starting and ending the processes of one machine, from whatever thread an event loop runs in."""
+"""Starting and ending the processes of one machine, with the event loop in any thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process does when it is told to stop before it has started."""
+"""A process that is ended before it has started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_interrupted_step_of_the_start_is_not_finished() -> None:
-    """One that loads, or waits for an index that ends with it, would outlive whoever started it."""
+    """One that loads, or waits for an index that ends with it, would outlive its parent."""
     stop, endless = asyncio.Event(), asyncio.Event()
     starting = asyncio.create_task(exit_if_stopped(stop, endless.wait()))
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What is waited for is said while it is waited for, also where nobody sees a line change."""
+"""Progress is shown while a start is waited for, also without a terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_on_a_terminal_one_line_changes_every_second_and_disappears_at_the_end()
 
 
 def test_a_workers_progress_is_one_line_without_control_characters() -> None:
-    """Its tokenizer, of which a token is quoted, may be anybody's."""
+    """Its tokenizer, of which a token is quoted, may be anyone's."""
     stream = io.StringIO()
     Progress(stream)(PendingProcesses(("target (token \x1b[2J\n)",), 6.0))
     assert stream.getvalue() == "waiting 6 s for target (token \\x1b[2J\\n)\n"

@@ -1,4 +1,4 @@
-"""Processes that die are started again while requests run, and nobody's tokens change."""
+"""Processes that die are restarted while requests run, and no tokens change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONS = GenerateOptions(max_tokens=100, temperature=0.8, seed=11, ignore_eos=T
 POLICY = RestartPolicy(first_pause_seconds=0.1, max_in_a_row=2)
 FAILS = [sys.executable, "-c", "import sys; sys.exit('no such thing')"]
 PATIENCE_SECONDS = 60
-# Compiles until there is a file, as far as its log tells, and then becomes the program that follows.
+# Compiles until there is a file, as far as its log shows, and then becomes the program that follows.
 COMPILES = """
 import os, sys, time
 print("compiling kernels", flush=True)
@@ -103,7 +103,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shar
 
 @pytest.fixture
 async def cluster(shared: Shared) -> Cluster:
-    """The cluster for one more test: what others have ended or given up is started again, sooner than all anew."""
+    """The cluster for one more test: programs that others ended are restarted, which is faster than a new cluster."""
     cluster = shared.cluster
     cluster.settings = replace(cluster.settings, draft=shared.settings.draft)
     for name, first in shared.children.items():
@@ -266,7 +266,7 @@ def test_an_index_password_is_not_visible(tmp_path: Path) -> None:
 
 
 def test_bough_up_reports_a_target_that_it_gives_up_and_fails(tmp_path: Path) -> None:
-    """Killed again each time that it is back, by whoever likes to."""
+    """Killed again each time that it has returned, by another process."""
     with bough_up("--simulate", str(write_profile(tmp_path))) as process:
         assert process.stdout is not None
         assert process.stderr is not None

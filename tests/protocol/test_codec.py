@@ -197,7 +197,7 @@ def test_requests_round_trip_over_the_wire(prompt: g.Prompt, request_options: g.
     ],
 )
 def test_numbers_that_no_message_can_carry_are_refused_by_name(options: dict[str, Any], message: str) -> None:
-    """What can be carried is for the orchestrator to judge; of these protobuf says neither field nor what would do."""
+    """The orchestrator decides which values are valid; protobuf's errors name neither field nor allowed values."""
     with pytest.raises(InvalidRequest, match=message):
         wg.request_to_wire(g.TextPrompt("hi"), g.GenerateOptions(**options))
     with pytest.raises(InvalidRequest, match=r"token_ids\[2\]: must .* got -7"):

@@ -201,7 +201,9 @@ async def test_messages_that_are_too_large_are_refused_by_their_size(running: St
     await check_well(running)
 
 
-TEXT = tuple(range(1, 40))  # of every session below: whatever is verified where, the answer is a function of the text
+TEXT = tuple(
+    range(1, 40)
+)  # of every session below: whatever is verified in any order, the answer is a function of the text
 LENGTHS = range(1, len(TEXT))
 
 
@@ -247,7 +249,7 @@ async def right(running: Stack) -> list[int]:
 @settings(FUZZ, max_examples=60)
 @given(steps=STEPS)
 async def test_verify_and_release_may_come_in_any_order(running: Stack, right: list[int], steps: list[Step]) -> None:
-    """Wrong epochs, rounds and beliefs, repeated and at once; whoever gets a verdict gets the right one."""
+    """Wrong epochs, rounds and assumptions, repeated and concurrent; every verdict is right."""
     async with grpc.aio.insecure_channel(running.addresses["target"]) as channel:
         run, at_once, asked = uuid.uuid4(), [], defaultdict[Any, set[Any]](set)
         for step in (step._replace(session=f"{step.session} {run}") for step in steps):
@@ -262,7 +264,7 @@ async def test_verify_and_release_may_come_in_any_order(running: Stack, right: l
 
 
 async def check_step(channel: grpc.aio.Channel, step: Step, allowed: set[int]) -> None:
-    """A repeated (epoch, round) may get the first answer again, whatever else it says: that is the caller's promise."""
+    """A repeated (epoch, round) may get the first answer again, whatever its other fields: callers promise equality."""
     try:
         if step.kind == "release":
             release: Any = channel.unary_unary("/bough.v1.Target/Release")

@@ -54,7 +54,7 @@ def test_a_history_equals_a_list(tokens: list[int], places: list[int]) -> None:
 
 
 def test_hashing_a_history_only_hashes_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each round hashes what two workers hold and what the index is told: once all of a long context, each time."""
+    """Each round hashes what two workers hold and what the index receives: once all of a long context, each time."""
     num_read, read = 0, TokenHistory.read
 
     def counted(self: TokenHistory, begin: int, end: int) -> array[int]:

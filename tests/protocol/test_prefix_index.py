@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bough.protocol import prefix_hash
 from bough.protocol.prefix_hash import BLOCK_TOKENS, PrefixIndex, block_hashes, common_length, whole_blocks
 
-# Texts of a few long pieces, so that many begin alike and part within blocks.
+# Texts of a few long pieces, so that many have common prefixes and diverge within blocks.
 pieces = st.tuples(st.integers(0, 2), st.integers(1, BLOCK_TOKENS + 7))
 texts = st.lists(pieces, max_size=5).map(lambda parts: [token for token, count in parts for _ in range(count)])
 changes = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 80), texts), max_size=20)
@@ -73,7 +73,7 @@ def test_nothing_remains_of_removed_sessions() -> None:
 
 
 def test_texts_with_different_salts_share_nothing() -> None:
-    """Not even where hashes collide, or are told wrongly."""
+    """Not even if hashes collide or are wrong."""
     index: PrefixIndex[str] = PrefixIndex()
     text = [*range(100)]
     index.follow("a", text, "alice")

@@ -1,4 +1,4 @@
-"""The index on a real cluster: every operation, whatever node is asked first."""
+"""The index on a real cluster: every operation, whichever node is asked first."""
 
 from __future__ import annotations
 

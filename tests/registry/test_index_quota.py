@@ -52,7 +52,7 @@ async def known(registry: Registry, *names: str) -> list[str]:
 
 async def record(registry: Registry, name: str, num_tokens: int = 3) -> None:
     await registry.record_session(replace(SESSION, session_id=ScopedId(name), tokens=(7,) * num_tokens), 0)
-    await asyncio.sleep(0.005)  # ends are told apart by milliseconds
+    await asyncio.sleep(0.005)  # ends differ by milliseconds
 
 
 async def test_of_too_many_sessions_the_longest_unused_are_removed(server: Server) -> None:
@@ -121,7 +121,7 @@ async def test_an_invalid_ledger_repairs_itself(server: Server) -> None:
 
 
 async def test_values_that_are_too_long_are_deleted_unread(server: Server) -> None:
-    """Whoever else writes to the index could fill an orchestrator's memory, or the quota, with a single value."""
+    """Any other writer to the index could fill an orchestrator's memory, or the quota, with a single value."""
     async with flushed(server, Quota(max_bytes=50_000_000)) as registry:
         redis = server.redis
         await record(registry, "kept")

@@ -65,7 +65,7 @@ async def hole(url: str) -> AsyncIterator[Hole]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls behind the stream would wait for ever; what a request waits for has a little time."""
+    """Calls behind the stream would wait forever; calls that a request waits for have a short limit."""
     monkeypatch.setattr(connection, "TIMEOUT_SECONDS", LONG_SECONDS)
     monkeypatch.setattr(connection, "CALL_SECONDS", LONG_SECONDS)
     monkeypatch.setattr(connection, "SILENT_SECONDS", LONG_SECONDS)

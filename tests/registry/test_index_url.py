@@ -1,4 +1,4 @@
-"""What is read from the index's address, and that no password is ever shown, whatever is wrong with the address."""
+"""What is read from the index's address; a password is never shown, however wrong the address."""
 
 from __future__ import annotations
 

@@ -393,7 +393,7 @@ async def test_a_running_session_returns_with_its_next_record_after_a_restart(na
 
 
 async def test_a_call_can_be_cancelled_at_any_moment(registry: Registry) -> None:
-    """One in five was swallowed (see `bough.concurrency.tasks.cancellable`): such a heartbeat went on for ever."""
+    """One in five was swallowed (see `bough.concurrency.tasks.cancellable`): such a heartbeat continued forever."""
 
     async def go_on() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""What strangers may take of a server before anybody asks who they are: connections, streams, its attention."""
+"""What unauthenticated callers may use of a server: connections, streams, event loop time."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch, sa
 
 
 async def test_a_call_whose_name_is_not_text_does_not_end_the_server(served: Served) -> None:
-    """It ended grpc.aio's, for good: one packet of a stranger. What runs goes on, and new calls are answered."""
+    """One packet of a stranger ended grpc.aio's server. Here running calls continue, and new calls are answered."""
     async with open_channel(f"127.0.0.1:{served.port}") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -163,7 +163,7 @@ async def test_a_call_whose_name_is_not_text_does_not_end_the_server(served: Ser
 async def test_an_unknown_method_is_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch, most: int, code: str
 ) -> None:
-    """However many call it; beyond a bound of refusals that nobody reads, calls are dropped."""
+    """For any number of calls; beyond a limit of unread refusals, calls are dropped."""
     monkeypatch.setattr(lasting_server, "MAX_REFUSALS", most)
     async with open_channel(f"127.0.0.1:{served.port}") as channel:
         calls: list[Any] = [
@@ -175,7 +175,7 @@ async def test_an_unknown_method_is_refused(
 
 
 def test_an_incompatible_grpcio_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its calls would come in past what keeps names that are no text away from it, and nobody would know."""
+    """Its calls would bypass the check for names that are not text, unnoticed."""
     other = type("AioServer", (), {"_request_call": lambda _: None})
     monkeypatch.setattr(lasting_server, "cygrpc", SimpleNamespace(AioServer=other))
     with pytest.raises(ConfigError, match=rf"^grpcio: must be .*_request_call, .*got {grpc.__version__}"):

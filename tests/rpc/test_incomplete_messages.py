@@ -1,4 +1,4 @@
-"""Messages that never end: what they take of a server's memory is bounded, and they keep nobody else out."""
+"""Endless messages: their memory in a server is limited, and they block no other caller."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from tests.fakes.waiting import until
 GENERATE = f"/{GENERATION.full_name}/Generate"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 HEALTH_PLACES, PLACES = 16, 64
-CALL_BYTES = 32 * 1024  # of an open stream beside what it has sent
+CALL_BYTES = 32 * 1024  # of an open stream, besides what it has sent
 OTHER_MIB = 48  # buffers of connections, and what the allocator has not returned
 STREAMS = 1024
 SECONDS = 6.0

@@ -35,7 +35,7 @@ REQUESTS = st.builds(
 
 
 def unpacked(num_ids: int) -> bytes:
-    """A request with so many token ids, each in a field of its own, as some encoders send them."""
+    """A request with this many token ids, each in its own field, as some encoders send them."""
     length = 2 * num_ids
     return b"\x1a" + bytes((length & 0x7F | 0x80, length >> 7 & 0x7F | 0x80, length >> 14)) + b"\x08\x01" * num_ids
 

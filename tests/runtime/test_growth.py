@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# With 14 of 30 layers the C library's own settings leave gaps of 150 MB; with 6 they would be too small to tell.
+# With 14 of 30 layers the C library's own settings leave gaps of 150 MB; with 6 they would be too small to see.
 DROPPED = ",".join(map(str, range(8, 24)))
 GROWN_BYTES = 30_000_000  # rows of keys and values in pages of 2 MB, and Python's own: 10 MB of so many layers
 GAP_BYTES = 100_000_000  # of heaps, that nothing is in; bough's settings leave 35 to 50 MB

@@ -54,7 +54,7 @@ def test_a_machine_without_control_groups_is_measured(tmp_path: Path) -> None:
 
 
 def test_limits_of_version_2_groups_and_their_parents_apply(tmp_path: Path) -> None:
-    """A pod's limit holds for its containers, whatever their own files say."""
+    """A pod's limit applies to its containers, whatever their own files say."""
     machine = FakeMachine(tmp_path, V2_MOUNT, "0::/pod/box\n")
     machine.write("sys/fs/cgroup/pod/box/memory.max", "3000000000\n")
     machine.write("sys/fs/cgroup/pod/box/memory.current", "1000000000\n")
@@ -90,7 +90,7 @@ def test_limits_of_version_1_groups_and_their_parents_apply(tmp_path: Path) -> N
 
 
 def test_limits_of_a_container_mounted_as_the_root_apply(tmp_path: Path) -> None:
-    """Its path is told from the machine's root, of which it sees nothing."""
+    """Its path begins at the machine's root, of which it sees nothing."""
     mounts = "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
     machine = FakeMachine(tmp_path, mounts, "4:memory:/docker/abc/inner\n0::/\n")
     machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", "2000000000\n")
@@ -148,7 +148,7 @@ def test_limits_of_a_real_control_group_apply() -> None:
 
 
 def test_memory_is_left_to_others_by_default() -> None:
-    """A fifth of what is free, but where that is little what every process comes to take beside its budget."""
+    """A fifth of the free memory, but at least what every process uses besides its budget."""
     assert default_budget(10 * 1000**3) == 8 * 1000**3
     assert default_budget(1000**3) == 700 * 1000**2
     assert default_budget(200 * 1000**2) == 0

@@ -1,4 +1,4 @@
-"""The file of keys: what is made, what is refused, and that a mistake in it lets nobody in and locks nobody out."""
+"""The file of keys: what is created, what is refused, and that a mistake in it lets no one in and locks no one out."""
 
 from __future__ import annotations
 

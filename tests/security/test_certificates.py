@@ -154,7 +154,7 @@ def test_one_variable_names_a_file_for_all_processes(files: CertificateFiles) ->
 async def test_the_expiry_of_a_long_running_process_certificate_causes_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process lives for months, and its log had told of the end on the first day alone."""
+    """A process runs for months, and its log had only mentioned the expiry on the first day."""
     AUTHORITY.pair("process", days=15).write(tmp_path, "process")
     monkeypatch.setattr(tls, "REMIND_SECONDS", 0.01)
     own = Tls(CertificateFiles(str(tmp_path / "process.pem"), str(tmp_path / "process.key")), is_server=True)
@@ -168,7 +168,7 @@ async def test_the_expiry_of_a_long_running_process_certificate_causes_a_warning
 
 
 async def test_a_watcher_continues_after_an_unexpected_error(tmp_path: Path) -> None:
-    """It ended without a word, and a key that was taken out of the file afterwards let in whoever had it."""
+    """It ended silently, and a key that was removed from the file afterwards remained valid."""
     (path := tmp_path / "file").write_text("first")
 
     def load() -> str:
@@ -203,7 +203,7 @@ async def test_a_process_is_found_by_its_new_certificate_without_an_authority(tm
 
 
 async def test_connections_of_older_certificates_end_with_the_last(tmp_path: Path) -> None:
-    """Their calls went on, by a process that had closed all that it knew of, until an hour was over."""
+    """Their calls continued until an hour was over, although the process had closed all connections that it knew."""
     files = AUTHORITY.files(tmp_path)
     access = Access(tls=Tls(files, is_server=True))
     running, gone = asyncio.Event(), asyncio.Event()
@@ -236,7 +236,7 @@ async def test_connections_of_older_certificates_end_with_the_last(tmp_path: Pat
 
 
 async def test_a_process_that_requires_client_certificates_is_reached_with_its_own(tmp_path: Path) -> None:
-    """With --tls-client-ca and no --tls-ca it refused whoever looks after it, such as health checks."""
+    """With --tls-client-ca and no --tls-ca it refused its supervisor, for example health checks."""
     files = replace(AUTHORITY.files(tmp_path), authority="", client_authority=str(STRANGER.write(tmp_path, "clients")))
     with Path(files.cert).open("ab") as chain:
         chain.write(AUTHORITY.certificate)  # as those that come with their intermediate authorities

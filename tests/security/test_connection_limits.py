@@ -1,4 +1,4 @@
-"""Servers with TLS: handshakes and connections have one limit, and whoever holds all places keeps nobody out."""
+"""Servers with TLS: handshakes and connections share one limit, and a caller that holds all places blocks no other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def client_tls(folder: Path) -> ssl.SSLContext:
 
 @asynccontextmanager
 async def connected(port: int, num: int, context: ssl.SSLContext | None = None) -> AsyncIterator[list[Streams]]:
-    """So many connections; those without a context say nothing."""
+    """This many connections; those without a context are silent."""
     streams = [await asyncio.open_connection("127.0.0.1", port, ssl=context) for _ in range(num)]
     try:
         yield streams
@@ -52,7 +52,7 @@ async def connected(port: int, num: int, context: ssl.SSLContext | None = None) 
 
 
 async def until_closed(streams: list[Streams], num: int) -> None:
-    """Wait until the server has closed so many of the connections, and no more."""
+    """Wait until the server has closed exactly this many of the connections."""
 
     async def closed(reader: asyncio.StreamReader) -> None:
         with suppress(ConnectionError):

@@ -1,4 +1,4 @@
-"""Nothing listens beyond its machine that lets everybody in, unless it is told to."""
+"""Nothing listens beyond its machine without access control, unless configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The intruder gets in nowhere; and it is one that would, where a endpoint stands open."""
+"""The intruder gets in nowhere, and it would get in without access control."""
 
 from __future__ import annotations
 

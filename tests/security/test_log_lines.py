@@ -120,7 +120,7 @@ async def test_a_sessions_name_adds_no_line(fakes: Fleet, caplog: pytest.LogCapt
 
 
 def test_no_client_can_fill_the_disk_with_log_lines() -> None:
-    """A request that is none had a line each, or two, from whoever reached the port; so had a failed handshake."""
+    """An invalid request caused one or two log lines, for anyone who reached the port; so did a failed handshake."""
     now, told = [1000.0], list[str]()
     sparing = SparingFilter(("clients",), lambda: now[0])
 

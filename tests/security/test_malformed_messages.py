@@ -102,7 +102,7 @@ async def test_pipelined_answers_are_separated_however_they_arrive() -> None:
     ("error", "status"), [(None, "closed"), (ConnectionResetError(), "400, cut by a reset")], ids=["end", "reset"]
 )
 async def test_a_status_before_a_reset_counts(error: Exception | None, status: str) -> None:
-    """A message that a pipeline's next one, which is none, cost the rest of its answer was told as unanswered."""
+    """A message was reported as unanswered if the next, invalid one of its pipeline cost the rest of its answer."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         transport = Mock(get_extra_info=lambda _: ours)

@@ -146,7 +146,7 @@ async def test_an_orchestrator_without_a_certificate_is_refused(bough: Bough) ->
 
 
 async def test_certificates_of_all_processes_can_be_replaced_during_a_stream(bough: Bough) -> None:
-    """What runs goes on, connections that begin have the new ones, and tokens are the same before and after."""
+    """Running streams continue, new connections use the new ones, and tokens are the same before and after."""
     options = replace(OPTIONS, max_tokens=500)
     async with bough.cluster.client() as client:
         begin, before = await answered(client, OPTIONS)

@@ -113,7 +113,7 @@ async def test_a_target_only_answers_its_own_orchestrator(
 
 
 async def refuses_strangers(address: str) -> None:
-    """But tells its health."""
+    """But reports its health."""
     async with open_channel(address) as channel:
         stub = stub_of(TARGET, channel)
         for shown in ((), (("authorization", f"Bearer {OTHER}"),)):

@@ -107,7 +107,7 @@ def test_if_everything_is_allowed_the_text_is_the_text_models(pair: SimulatedPai
 
 
 def test_text_does_not_depend_on_where_it_is_continued(pair: SimulatedPair) -> None:
-    """Each round stands on what the rounds before it have committed."""
+    """Each round continues what the rounds before it have committed."""
     grammar = grammar_of(Constraint(json_schema=json.dumps(PERSON)))
     output, params = tokens_by(pair, grammar, 3), SamplingParams(temperature=0.8, seed=3, grammar=grammar)
     for end in range(1, len(output)):

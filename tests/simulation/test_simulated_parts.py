@@ -1,4 +1,4 @@
-"""What stands below the engines of simulated workers, on a clock that only sleeping turns."""
+"""The parts below the engines of simulated workers, on a clock that only sleeping advances."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def chain(length: int) -> Tree:
 
 
 def test_a_sweep_takes_the_longer_of_link_and_products(pair: SimulatedPair) -> None:
-    """20 tokens of context and a root are 21 rows: 0.31 s of products beside 0.4 s of link; with 32 nodes, 0.62 s."""
+    """20 tokens of context and a root are 21 rows: 0.31 s of products and 0.4 s of link; with 32 nodes, 0.62 s."""
     link_bound, row_bound = swept_by(pair, TurnedClock(), [chain(1), chain(32)])
     assert link_bound == Timings(4_000_000, 0, 900_000, 3_100_000, 4_000_000, 400_000_000, 1, 4_000_000)
     assert row_bound == Timings(6_200_000, 0, 0, 6_200_000, 4_000_000, 400_000_000, 1, 4_000_000)

@@ -1,4 +1,4 @@
-"""Simulated workers as processes: the text of a profile's model whatever is guessed, on the wire of the real ones."""
+"""Simulated workers as processes: the text of a profile's model with any guesses, on the wire of the real ones."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ async def test_workers_report_that_they_are_simulated(client: Client) -> None:
 
 @pytest.mark.pipeline
 async def test_a_round_takes_the_seconds_of_the_profile(client: Client) -> None:
-    """4 ms of link, and calls that cross a network: what is waited for is told apart."""
+    """4 ms of link, and calls that cross a network: waiting times are separated."""
     events = await events_of(client, replace(OPTIONS, speculation=PLAIN))
     timings = [event.timings for event in events if isinstance(event, Tokens)][1:]
     assert len(timings) == OPTIONS.max_tokens - 1

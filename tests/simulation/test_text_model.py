@@ -71,7 +71,7 @@ def test_candidates_do_not_depend_on_the_batch() -> None:
         np.testing.assert_array_equal(alone.log_probs, whole.log_probs[one])
     again = model.candidates(5, is_true, positions, salts + 1)
     changed = (again.tokens != whole.tokens).any(axis=1)
-    np.testing.assert_array_equal(changed, ~is_true)  # on the true path it does not matter how it is told apart
+    np.testing.assert_array_equal(changed, ~is_true)  # on the true path the salt does not matter
 
 
 def test_candidates_are_distinct_and_contain_the_true_token_at_its_rank() -> None:

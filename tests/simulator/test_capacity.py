@@ -59,7 +59,7 @@ def test_one_user_takes_drafting_network_and_sweep_for_the_tokens_of_a_round() -
 
 
 def test_a_link_that_is_the_limit_serves_all_sessions_of_a_sweep() -> None:
-    """Ten plain sessions fit in a sweep of one second: ten tokens a second, whatever the network."""
+    """Ten plain sessions fit in a sweep of one second: ten tokens a second, with any network."""
     profile = profile_of(link_seconds=1.0)
     report = simulate(Scenario(profile, num_users=10, num_drafts=0, kinds=(RequestKind(1, 50),)))
     assert report.tokens_per_second == pytest.approx(10.0, rel=0.01)

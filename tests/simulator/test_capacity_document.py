@@ -1,4 +1,4 @@
-"""The tables of docs/capacity.md: its commands give the tokens per second that stand beside them."""
+"""The tables of docs/capacity.md: its commands give its tokens per second."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.fakes.simulated import expected_tokens_of, true_ranks
 
 
 def tokens_of(model: AcceptanceModel, nodes: int, depth: int) -> float:
-    """Of trees whose steps are wide enough to expand whatever is worth it."""
+    """Of trees whose steps are wide enough to expand everything that is worth it."""
     return expected_tokens(TextModel(model, FIRST_WORD, NUM_WORDS), BestFirst(nodes, nodes, depth))
 
 
@@ -59,7 +59,7 @@ def test_acceptance_by_depth_is_followed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "depth"), [(4, 3), (16, 8), (48, 4)])
 def test_if_positions_differ_the_result_is_the_mean_of_grown_trees(nodes: int, depth: int) -> None:
-    """Within 3 % and four standard errors of trees of exactly so many nodes: the reckoning takes them as a mean."""
+    """Within 3 % and four standard errors of trees of exactly this many nodes: the prediction uses their mean."""
     model = AcceptanceModel("by_rank", (LLAMA_3_CNN[:8],), spread=0.6)
     tokens = grown_one_by_one(model, nodes, depth, 300)
     error = 4 * float(np.std(tokens)) / np.sqrt(len(tokens))

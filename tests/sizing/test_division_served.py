@@ -14,7 +14,7 @@ from tests.fakes.simulated import pair_of, text_of
 from tests.fakes.stack import simulated_stack
 
 pytestmark = pytest.mark.slow
-# Every row takes half as long as a sweep of one: nothing is free, and whoever rides along makes all wait.
+# Every row takes half as long as a sweep of one: nothing is free, and every session in a sweep delays all.
 STEEP = {"compute_base_seconds": 0.2, "compute_row_seconds": 0.1, "kv_tokens": 16384}
 NUM_TOKENS = 80
 

@@ -1,4 +1,4 @@
-"""Whatever a sizer chooses and a target leaves out, the same seed gives the same tokens: both decide by chance here."""
+"""Whatever a sizer chooses and a target leaves out, the same seed gives the same tokens: both choose at random here."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_random_sizes_cover_every_kind_of_cut(client: Client, sizer: Rando
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_target_failure_in_mid_text_changes_nothing(fakes: Fleet, seed: int) -> None:
-    """Both leave out nodes by chance; what the first had verified, the other need not verify alike."""
+    """Both leave out random nodes; the other need not verify the same nodes as the first."""
     targets = [(worker := RandomlyDividingTarget(name, fakes.tokenizer), await fakes.worker(worker)) for name in "ab"]
     requests, process = await fakes.orchestrator("--lookup", "16", num_targets=2)
     sizer = use_random_sizes(requests, seed)

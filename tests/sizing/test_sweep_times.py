@@ -164,7 +164,7 @@ def test_one_sweep_of_one_row_does_not_change_the_knee() -> None:
 
 @pytest.mark.parametrize("error", [0.5, 2.0])
 def test_a_scale_measured_at_a_bad_moment_is_corrected_after_two_sweeps(error: float) -> None:
-    """A start beside other programs once made sweeps seem twice as long for most of an answer."""
+    """A start while other programs ran once made sweeps seem twice as long for most of an answer."""
     machine = Machine(0, 0.0, 0.1, 0.005, outliers=0.0)
     given = CostCurve((1, 257), (error * machine.seconds(1), error * machine.seconds(257)))
     learnt = SweepTimes(1, MOST, given)
@@ -293,7 +293,7 @@ def test_rows_are_expected_to_choose_experts_independently() -> None:
 
 
 def test_times_of_experts_are_predicted_for_sizes_without_samples() -> None:
-    """Of the bytes the shape is expected, of the link one sweep tells the speed: the others follow."""
+    """The shape of bytes is expected, and one sweep shows the link's speed: the other times follow."""
     volume = expert_volume(1000, 64_000, 4 / 64, 512)
     times = SweepTimes(1, 512, volume=volume)
     for _ in range(4):

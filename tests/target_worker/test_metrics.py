@@ -125,7 +125,7 @@ def test_unfinished_requests_are_limited_and_block_nobody(monkeypatch: pytest.Mo
 
 
 def test_a_slowly_sent_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its patience began anew with every byte."""
+    """Its time limit was restarted with every byte."""
     monkeypatch.setattr("bough.telemetry.metrics.MAX_SECONDS", 0.5)
     metrics = Metrics("tiny")
     metrics.serve("127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""A target over gRPC: calls end with their callers, scores hold up nobody, and it reports its backend."""
+"""A target over gRPC: calls end with their callers, scoring delays no other call, and it reports its backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of one process, told to a collector in the test: what is an event, what is refused, what is dropped."""
+"""Traces of one process, sent to a collector in the test: events, refusals and dropped traces."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_clocks_offset_is_stable() -> None:
 
 
 async def test_without_tracing_opentelemetry_is_not_imported() -> None:
-    """Neither imported nor made: where a process does not trace, one span that does nothing serves all requests."""
+    """Neither imported nor made: if a process does not trace, one span that does nothing serves all requests."""
     config = parse(OrchestratorConfig, "orchestrator", [], {})
     async with tracing(config, "orchestrator", "o") as tracer:
         assert tracer is NO_TRACER

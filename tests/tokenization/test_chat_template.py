@@ -42,7 +42,7 @@ DEFAULT_SYSTEM = (
     "<|im_end|>\n{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# The newest Mistral: the system message stands before the last question, wherever that is.
+# The newest Mistral: the system message comes before the last question, at any position.
 SYSTEM_LAST = (
     "{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.last and messages[0].role == 'system' %}"
     "{{ messages[0].content }}\n\n{% endif %}{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}</s>"
@@ -132,7 +132,7 @@ TOOL_USE = "{% for t in tools %}{{ t.name }} {% endfor %}{% for m in messages %}
 
 @pytest.mark.parametrize("in_config", [True, False])
 def test_of_named_templates_the_one_for_tools_is_used_with_tools(tmp_path: Path, in_config: bool) -> None:
-    """As transformers chooses; they are listed in the configuration, or are files beside it."""
+    """As transformers chooses; they are listed in the configuration, or are files next to it."""
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(NUMBERED)
     (tmp_path / "additional_chat_templates").mkdir()

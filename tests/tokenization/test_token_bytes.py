@@ -1,4 +1,4 @@
-"""What single tokens stand for, whatever the tokenizer's build."""
+"""The bytes of single tokens, for any kind of tokenizer."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_depths_with_few_nodes_are_estimated_from_the_others() -> None:
 
 
 def test_probabilities_are_recovered_from_counts_with_any_number_of_children() -> None:
-    """Simulated, seeded: nodes offer one to four children, whatever these are worth. 5 standard errors of 20,000."""
+    """Simulated, seeded: nodes offer one to four children of any value. 5 standard errors of 20,000."""
     truth, rng = np.array([0.5, 0.2, 0.1, 0.05]), np.random.default_rng(3)
     accepted, rejected = [0.0] * 4, [0.0] * 4
     for num_children, draw in zip(rng.integers(1, 5, 20_000), rng.random(20_000), strict=True):

@@ -44,7 +44,7 @@ acceptances = st.lists(st.lists(probs, min_size=1, max_size=4), min_size=1, max_
 
 @cache
 def forests(nodes: int, levels: int) -> tuple[tuple[object, ...], ...]:
-    """Every ordered forest of so many nodes and at most so many levels, as nested tuples."""
+    """Every ordered forest of this many nodes and at most this many levels, as nested tuples."""
     if nodes == 0:
         return ((),)
     if levels == 0:

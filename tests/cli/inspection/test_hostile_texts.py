@@ -1,4 +1,4 @@
-"""What workers and orchestrators tell of themselves may be anything: it adds no line, and steers no terminal."""
+"""Texts of workers and orchestrators may be anything: they add no line and no control character to a terminal."""
 
 from __future__ import annotations
 

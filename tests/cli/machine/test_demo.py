@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def a_run(rounds: Sequence[Sequence[int]], seconds: float, nodes: Sequence[int] = ()) -> Run:
-    """A request each of whose rounds took so many seconds."""
+    """A request whose rounds took these seconds."""
     now = 0.0
 
     def clock() -> float:

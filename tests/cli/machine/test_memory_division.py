@@ -1,4 +1,4 @@
-"""One machine's memory among the processes of `bough up`: never more than there is, and what a user tells stays."""
+"""One machine's memory among the processes of `bough up`: never more than there is, and a user's settings stay."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_memory_is_divided_only_on_a_cpu(smollm: Path) -> None:
 
 
 def test_more_memory_than_is_free_causes_a_warning() -> None:
-    """A user who tells the target to take more than there is has it so, and reads what may come of it."""
+    """A user may give the target more than there is, and is warned."""
     division = divide(8 * GB, target_of("--device-memory", "20GB"), draft_of(), NEEDS, has_index=True)
     assert division.target.device_memory == 20 * GB
     assert "more than is free by" in division.lines()[-1]

@@ -1,4 +1,4 @@
-"""`bough plan` for a GPU reckons with what runs there: formats, other GPUs, matrices written out by every chunk."""
+"""`bough plan` for a GPU considers what runs there: formats, other GPUs, matrices unpacked for every chunk."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_layers_on_another_gpu_do_not_cross_the_link(folder: Path) -> None:
 
 
 def test_transfers_of_hidden_states_are_included(folder: Path) -> None:
-    """Through the host's memory unless it is told: half as fast as the link."""
+    """Through the host's memory by default: half as fast as the link."""
     alone = planned(folder)
     both, told = (
         planned(folder, "--resident-devices", "cuda:1=10GB", *flags) for flags in ((), ("--crossing-speed", "50"))

@@ -151,7 +151,7 @@ async def test_from_live_uses_the_acceptance_of_a_running_system(
 
 
 def test_live_counts_give_a_shape(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second level is always right and the first seldom: seen only where depths are told apart."""
+    """The second level is always right and the first seldom, which only shows if depths are separated."""
     counts = (DepthCounts((200.0, 100.0), (0.0, 700.0)), DepthCounts((100_000.0, 0.0), (0.0, 0.0)))
 
     async def acceptance(client: Client) -> tuple[SchemeAcceptance, ...]:

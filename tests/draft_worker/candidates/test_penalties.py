@@ -1,4 +1,4 @@
-"""Penalties and bias upon a draft's logits: to the bit as upon whole rows, and but for rounding the target's own."""
+"""Penalties and bias on a draft's logits: the bits of whole rows, and except for rounding the target's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PENALTIES = SamplingParams(0.0, repetition_penalty=1.7, presence_penalty=0.6, fr
 def whole_rows(
     logits: np.ndarray, params: SamplingParams, texts: list[list[int]], prompt_length: int, vocab_size: int
 ) -> np.ndarray:
-    """(num_nodes, vocab_size) float32: each penalty upon every token of the vocabulary, a text for each node."""
+    """(num_nodes, vocab_size) float32: each penalty on every token of the vocabulary, a text for each node."""
     rows, size = logits.copy(), logits.shape[1]
     if params.has_penalties:
         is_seen = np.array([[token in text for token in range(size)] for text in texts])
@@ -75,7 +75,7 @@ penalties = st.builds(
 def test_penalties_change_candidates_like_whole_rows(
     params: SamplingParams, held: list[int], paths: list[list[int]], prompt_length: int, vocab_size: int, seed: int
 ) -> None:
-    """Bit for bit, wherever the prompt ends, whatever is repeated, with logits of no chance and of 0 among them."""
+    """Bit for bit, for any end of the prompt and any repetition, with logits of -inf and 0 among them."""
     rng = np.random.default_rng(seed)
     logits = (4 * rng.normal(size=(len(paths), NUM_TOKENS))).astype(np.float32)
     logits[rng.random(logits.shape) < 0.1] = -np.inf

@@ -28,7 +28,7 @@ def sorted_best(row: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("vocab_size", SIZES)
 @pytest.mark.parametrize("num", [1, 64, 256])
 def test_candidates_are_those_of_sorting(vocab_size: int, num: int) -> None:
-    """Also of rows that stand apart in memory, as a model leaves them, and with banned tokens among them."""
+    """Also of rows that are apart in memory, as a model leaves them, and with banned tokens among them."""
     rng = np.random.default_rng(vocab_size + num)
     room = torch.from_numpy(rng.normal(size=(5, vocab_size + 11)).astype(np.float32))
     room[1] *= 1e30
@@ -45,7 +45,7 @@ def test_candidates_are_those_of_sorting(vocab_size: int, num: int) -> None:
 
 @pytest.mark.parametrize("same", [0.0, -np.inf])
 def test_rows_with_many_equal_values(same: float) -> None:
-    """Those beside them are none the wiser."""
+    """Other rows are not affected."""
     logits = torch.full((3, 3 * ENOUGH), same)
     logits[1, 7] = 3.0
     logits[2] = torch.from_numpy(np.random.default_rng(1).integers(-500, 500, 3 * ENOUGH).astype(np.float32))

@@ -343,7 +343,7 @@ def test_a_repeated_answer_starts_again(plan: TreePlan, params: SamplingParams, 
 
 @pytest.mark.parametrize("length", range(2, 9))
 def test_a_shorter_text_is_not_computed_again_and_uses_nothing_of_the_longer_one(length: int) -> None:
-    """The root is the same token as the longer text's, wherever the text is cut."""
+    """The root is the same token as the longer text's, for any truncation."""
     model = FakeModel()
     engine = new_engine(model, ahead_steps=12)
     grow_now(engine, grow_call([3] * 12))

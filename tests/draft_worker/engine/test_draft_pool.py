@@ -1,4 +1,4 @@
-"""A draft's sessions: rows by need, the one used longest ago gives way, and equal beginnings are run once."""
+"""A draft's sessions: rows by need, the one used longest ago is evicted, and equal prefixes are computed once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_prefix_that_another_session_has_computed_is_not_computed_again() -> N
 
 
 def test_a_prefix_with_another_salt_is_computed_again() -> None:
-    """How long a draft takes would tell one tenant what another has asked."""
+    """The time that a draft takes would reveal to one tenant what another has asked."""
     model = FakeModel()
     engine = new_engine(model)
     for name, salt, num_run in (("a", "alice", 91), ("b", "bob", 91), ("c", "alice", 91 - 64)):
@@ -157,7 +157,7 @@ def test_a_call_that_fits_does_not_wait_for_spare_rows() -> None:
 
 
 def test_calls_to_a_stopped_draft_are_refused(tiny: Path) -> None:
-    """Such a call once waited for its tree for ever."""
+    """Such a call once waited for its tree forever."""
     with worker(tiny) as draft:
         pass
     for late in (draft.grow(grow_call([3, 1, 4])), draft.release(ScopedId("a"))):

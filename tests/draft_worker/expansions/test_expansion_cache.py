@@ -1,4 +1,4 @@
-"""Which expansion stands below which, against a dictionary: in what a draft has explored, and along trees."""
+"""Which expansion is below which, against a dictionary: in what a draft has explored, and along trees."""
 
 from __future__ import annotations
 

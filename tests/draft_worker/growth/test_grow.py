@@ -133,7 +133,7 @@ def shaped(growth: Growth, scheme: Scheme, seed: int = 1, stops: Sequence[int] =
 
 @given(shapes, st.sampled_from(Scheme))
 def test_a_shape_is_filled_one_level_per_step(shape: StaticShape, scheme: Scheme) -> None:
-    """Where the vocabulary is large enough for it, the tree is the shape, whatever fills it."""
+    """If the vocabulary is large enough, the tree is the shape, whatever fills it."""
     widths: list[int] = []
     tree = grown(shaped(shape, scheme), lambda frontier: widths.append(len(frontier)))
     tree.validate(VOCAB, shape.budget)

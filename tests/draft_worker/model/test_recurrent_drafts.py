@@ -1,4 +1,4 @@
-"""Drafts with recurrent layers: whatever a session has been through, its guesses are those of plain decoding."""
+"""Drafts with recurrent layers: a session's guesses are always those of plain decoding."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def engine_of(
 
 
 def decoded(model: ResidentModel, text: Sequence[int], path: Sequence[int]) -> np.ndarray:
-    """Log-probabilities, of as many as a draft considers, after a path's tokens, decoded one by one after a text."""
+    """Log-probabilities of the draft's candidates after a path's tokens, decoded one by one after a text."""
     slot, rows = KVSlot(model.skeleton.kv_shape(), len(text) + len(path), CPU), []
     segments = [Segment.context(slot, 0, text)] if text else []
     for position, token in enumerate(path, len(text)):
@@ -197,7 +197,7 @@ def test_a_shortened_text_continues_from_a_snapshot(model: ResidentModel, monkey
 def test_a_prefix_is_copied_if_another_session_has_its_states(
     model: ResidentModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second session with a beginning leaves the states from which the third goes on."""
+    """The second session with a prefix leaves the states from which the third continues."""
     engine = engine_of(model)
     assert rows_run(engine, monkeypatch, [*PROMPT, 1], 0, "a") == 71
     assert rows_run(engine, monkeypatch, [*PROMPT[:40], *[4] * 50], 0, "b") == 90
@@ -248,7 +248,7 @@ def test_a_text_longer_than_the_drafts_window_starts_again(model: ResidentModel)
 def test_a_session_continues_after_a_failed_step(
     model: ResidentModel, monkeypatch: pytest.MonkeyPatch, num_steps_before: int, num_calls: int
 ) -> None:
-    """At its text, at accepted paths or below; beside it another grows, which the failure does not concern."""
+    """At its text, at accepted paths or below, while another session grows, which the failure does not affect."""
     engine = engine_of(model)
     tree = grow_now(engine, grow_call(PROMPT[:40], plan=DEEP)).tree
     tokens, run, left = after(PROMPT[:40], tree, 1, inside(tree, 1)), backend_of(CPU).recur, [num_calls]

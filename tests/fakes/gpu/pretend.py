@@ -81,7 +81,7 @@ notes = Notes()  # of all devices of the process
 
 
 class Pretended(torch.Tensor):
-    """A tensor on the device; `raw` is the CPU tensor that stands for its memory."""
+    """A tensor on the device; `raw` is the CPU tensor with its memory."""
 
     raw: torch.Tensor
 
@@ -149,7 +149,7 @@ def _register() -> None:
 
 @cache
 def device(index: int = 0) -> torch.device:
-    """A device by its index; there are as many as are asked for."""
+    """A device by its index; there are as many as are needed."""
     _register()
     return torch.device(NAME, index)
 
@@ -173,7 +173,7 @@ def _raw_of_all(values: Any) -> Any:
 
 
 def raw(value: Any) -> Any:
-    """The CPU tensor that stands for a tensor on the device; any other value unchanged."""
+    """The CPU tensor behind a tensor on the device; any other value unchanged."""
     return value.raw if isinstance(value, Pretended) else value
 
 
@@ -281,7 +281,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
 
 @cache
 def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of each such operand: a schema's arguments are made anew whenever they are asked for."""
+    """Place and name of each such operand: a schema's arguments are created again whenever they are read."""
     named = enumerate(func._schema.arguments)
     return tuple((place, a.name) for place, a in named if a.alias_info is not None and a.alias_info.is_write)
 

@@ -28,14 +28,14 @@ from tests.fakes.intruder.tally import Tally
 HOST, OTHER_HOST = (
     "127.0.0.1",
     "127.0.0.2",
-)  # the second is this machine too, and stands for an address that others reach
+)  # the second is this machine too, in place of an address that others reach
 UNANSWERED = "no answer"
 NOT_ALLOWED = ("405",)
 UNREACHED = ("ConfigError", "Unavailable")  # what the registry makes of an index that refuses it
 
 
 async def at_metrics(tally: Tally, stage: Stage) -> None:
-    """Where there are keys these ports are for processes of the machine itself, and tell figures alone."""
+    """If there are keys these ports only serve the machine itself, and only report metrics."""
     for kind, replicas in stage.stack.replicas.items():
         address = replicas[0][1].metrics
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=30, trust_env=False) as client:

@@ -170,7 +170,7 @@ async def _at_http(tally: Tally, endpoints: Endpoints) -> None:
 
 
 async def try_prompts(tally: Tally, endpoints: Endpoints) -> None:
-    """Bob sends Alice's prompts; reports and computed tokens must be as if nobody had sent them."""
+    """Bob sends Alice's prompts; reports and computed tokens must be as if they had not been sent before."""
     alice, bob = endpoints.secrets.alice, endpoints.secrets.bob
     options = GenerateOptions(max_tokens=1, temperature=0.0, ignore_eos=True)
     stranger = await endpoints.read(bob, prompt_of(2), options)

@@ -63,7 +63,7 @@ def raw_parts(source: TensorSource) -> list[torch.Tensor]:
 def gptq(
     weight: torch.Tensor, bits: int, group: int, rng: np.random.Generator, in_order: bool
 ) -> tuple[dict, torch.Tensor]:
-    """Packs a matrix as GPTQModel does, badly; returns the tensors and the values that they stand for."""
+    """Packs a matrix as GPTQModel does, badly; returns the tensors and the values that they encode."""
     outputs, inputs = weight.shape
     highest = 2**bits - 1
     groups = np.arange(inputs) // group if in_order else rng.permutation(np.arange(inputs) // group)

@@ -1,4 +1,4 @@
-"""`bough up` as a user runs it, beside tests that run it at the same time."""
+"""`bough up` as a user runs it, while other tests run it too."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def _opened_by(open_process: Any) -> Iterator[None]:
 
 
 def wait_for_end(descriptor: int, timeout: float | None) -> None:
-    """Wait until the process of a pidfd, which is closed, has ended, or for so many seconds."""
+    """Wait until the process of a pidfd, which is closed, has ended, at most these seconds."""
     try:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -203,7 +203,7 @@ def environment_of_imports(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Fork each program that is asked for, and tell its process id, or tell the exit status of an earlier one."""
+    """Fork each requested program and report its process id, or report the exit status of an earlier one."""
     requests = socket.socket(fileno=os.dup(0))
     importlib.import_module("bough.model.architecture.light_imports").import_transformers()  # as workers do
     for name in IMPORTS:
@@ -230,7 +230,7 @@ def main() -> None:
 
 
 def exit_status(process_id: int) -> int | None:
-    """A forked program's exit status; None while it runs. The kernel tells a status once, and then forgets it."""
+    """A forked program's exit status; None while it runs. The kernel reports a status once, and then forgets it."""
     ended, status = os.waitpid(process_id, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 

@@ -77,7 +77,7 @@ def test_kernels_compile_for_the_oldest_and_the_newest(told: list[Any]) -> None:
 
 
 def test_a_cached_kernel_is_reported_like_a_compiled_one(told: list[Any]) -> None:
-    """And it is compiled again where nobody kept what was said of it, as where a GPU runs it."""
+    """It is compiled again if what the compiler reported was not cached, as after a run on a GPU."""
     anew, from_the_cache, without_a_log = told[-1]
     assert from_the_cache == 7
     assert anew == without_a_log != 7

@@ -44,7 +44,7 @@ def test_every_weight_format_is_measured() -> None:
 
 
 def test_an_interrupted_check_cleans_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A test process would go on holding the GPU, and gigabytes in memory."""
+    """A test process would keep the GPU, and gigabytes in memory."""
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--folder", str(tmp_path)])
     monkeypatch.setattr(gpu_check, "check", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
@@ -76,7 +76,7 @@ def test_a_missing_folder_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tm
 def test_results_are_kept_if_the_check_is_interrupted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """In the middle of a part, such as by whoever lends the machine."""
+    """In the middle of a part, for example by the machine's owner."""
 
     rows = [{"tokens": 1, "link_efficiency": 0.9, "link_gb": 9.0}]
 

@@ -41,7 +41,7 @@ for part in parts:
 def run(
     names: Sequence[str], seconds: float, limit: float = 30, noted: list[tuple[int, int]] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """`noted` gets the numbers of parts that have found something, and that have failed, whenever these are told."""
+    """`noted` gets the numbers of parts that have results, and that have failed, whenever these are reported."""
 
     def note(found: dict[str, Any], failed: dict[str, str]) -> None:
         (noted if noted is not None else []).append((len(found), len(failed)))

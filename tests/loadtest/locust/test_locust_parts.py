@@ -37,7 +37,7 @@ TEXTS = ("why is the sky blue", "tell me a story of a fox")
 
 
 def test_tokens_of_the_first_event_are_no_interval() -> None:
-    """Three tokens come at once, four more over two seconds: half a second a token, whatever the first event had."""
+    """Three tokens come at once, four more over two seconds: half a second a token, for any first event."""
     arrivals = Arrivals(began=10.0)
     for now, num_tokens in ((11.0, 3), (11.5, 0), (12.5, 2), (13.0, 2)):
         arrivals.take(now, num_tokens)
@@ -240,7 +240,7 @@ def test_a_load_with_failed_requests_fails_the_command(
 
 
 def test_users_climb_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To eight where nobody said how far: two steps, after which no latency has bent."""
+    """To eight without a given maximum: two steps, after which no latency has risen."""
     monkeypatch.setattr(sys, "argv", ["loadtest.locust", "--step-users", "4"])
     assert read_arguments().users == MOST_USERS
     monkeypatch.setattr(sys, "argv", ["loadtest.locust"])
@@ -292,7 +292,7 @@ asyncio.run(run_locust(plan, argparse.Namespace(users=1, seconds=60.0, html="rep
 
 
 def test_locust_ends_with_the_command_that_started_it(tmp_path: Path) -> None:
-    """After a `timeout 60 python -m loadtest.locust` its locust went on asking the orchestrator under test."""
+    """After a `timeout 60 python -m loadtest.locust` its locust continued to call the orchestrator under test."""
     (tmp_path / "locust.py").write_text("import sys, time; print('begun', file=sys.stderr, flush=True); time.sleep(90)")
     path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[3])))
     command = [sys.executable, "-c", RUN_LOCUST]

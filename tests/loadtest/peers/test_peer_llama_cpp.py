@@ -1,4 +1,4 @@
-"""The comparison with llama.cpp, without it: what is chosen, scored and told, from answers that are made up."""
+"""The comparison with llama.cpp, without it: what is chosen, scored and reported, from invented answers."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class FakeSides:
 async def test_lengths_are_chosen_on_some_prompts_and_sides_scored_on_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The length is chosen on some prompts, all sides are scored on the others, and a text that differs is told."""
+    """The length is chosen on some prompts, all sides are scored on the others, and a text that differs is reported."""
     sides = FakeSides(monkeypatch)
     arguments = parse_arguments(["--prompts", "4", "--peer-python", "python-of-peer", "--peer-variable", "A=b=c"])
     prompts = Prompts([[0], [1], [2], [3]], [7], EOS)

@@ -1,4 +1,4 @@
-"""What counts as goodput, where its peak is, and what is told of refusals."""
+"""What counts as goodput, where its peak is, and what is reported of refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loadtest.served.streams import Api, Ask
 
 
 def offered(num_good: int, *others: Sample, num_seconds: float = 20.0) -> Offered:
-    """Requests sent from second 100 on, of which so many ended in time, one after the other."""
+    """Requests sent from second 100 on, of which this many ended in time, one after the other."""
     good = [
         Sample("grpc", 103.0 + 0.1 * number, 4.0, first_token_seconds=1.0, token_seconds=0.1, num_tokens=30)
         for number in range(num_good)
@@ -27,7 +27,7 @@ def refusal(api: str, seconds: float, delay: float) -> Sample:
 
 
 def test_goodput_counts_requests_that_met_the_objective_and_ended_under_load() -> None:
-    """It counted whatever finished, however late, and over the time that the last ones took besides."""
+    """It counted all that finished, however late, and included the time of the last ones."""
     too_late = Sample("http", 105.0, 9.0, first_token_seconds=5.0, token_seconds=0.1, num_tokens=30)
     too_slow = Sample("http", 105.0, 9.0, first_token_seconds=1.0, token_seconds=0.3, num_tokens=30)
     while_filling = Sample("grpc", 100.0, 4.0, first_token_seconds=1.0, token_seconds=0.1, num_tokens=30)

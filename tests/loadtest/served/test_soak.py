@@ -65,7 +65,7 @@ def indexed(seconds: int, left: int = 0, stays: float = 600.0) -> list[str]:
 
 
 def test_keys_belong_to_requests_that_can_be_resumed() -> None:
-    """Keys of finished requests stay for ten minutes, so that only a longer soak tells those that stay longer."""
+    """Keys of finished requests stay for ten minutes, so only a longer soak reveals those that stay longer."""
     assert indexed(seconds=600) == indexed(seconds=1500) == []
     (leak,) = indexed(seconds=1500, stays=3600.0)
     assert leak.startswith("index: 45008 keys at 1500 s"), leak

@@ -1,4 +1,4 @@
-"""What is made of streams over both APIs: readings, and the figures that stand first."""
+"""Summaries of streams over both APIs: readings, and the first figures of the report."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def page(folder: Path, **changed: object) -> str:
 
 
 def test_the_page_is_up_to_date() -> None:
-    """Somebody who changes a figure changes the JSON file, and sees the page fail until it is written again."""
+    """A developer who changes a figure changes the JSON file, and sees the page fail until it is written again."""
     assert (DOCS / "benchmarks.md").read_text() == markdown(read_subjects(DOCS / "benchmarks"))
 
 

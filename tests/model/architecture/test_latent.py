@@ -57,7 +57,7 @@ def test_deepseeks_fp8_format_is_read(tmp_path: Path) -> None:
     """With a layer that predicts further tokens, which is left out, and a router's biases, which stay in float32."""
     source = save_model(tmp_path / "source", V3)
     further = {"model.layers.4.eh_proj.weight": torch.ones(64, 96)}
-    bias = {BIAS: torch.linspace(4.0, 4.001, 8)}  # all alike in bfloat16
+    bias = {BIAS: torch.linspace(4.0, 4.001, 8)}  # all equal in bfloat16
     source = rewrite(source, tmp_path / "whole", tensors_of(source) | further | bias, None)
     packed, plain = stored_as("DeepSeek", source, tmp_path, torch.bfloat16)
     assert torch.equal(on_cpu(packed, torch.bfloat16), on_cpu(plain, torch.bfloat16))

@@ -25,7 +25,7 @@ HEADS, KV_HEADS, CONTEXT = 6, 2, 100
 
 
 def attended(backend: Backend, dim: int, sinks: torch.Tensor | None, window: int, softcap: float) -> torch.Tensor:
-    """Of a context and a tree of one session, beside a tree of another."""
+    """Of a context and a tree of one session, with a tree of another."""
     rng, generator = np.random.default_rng(3), torch.Generator().manual_seed(3)
     slots = [KVSlot(KVShape(1, KV_HEADS, dim, torch.float32), 160, CPU) for _ in range(2)]
     trees = [
@@ -39,7 +39,7 @@ def attended(backend: Backend, dim: int, sinks: torch.Tensor | None, window: int
     return backend.attend(chunk, 0, queries, keys, values, dim**-0.5, window, softcap, sinks)
 
 
-@pytest.mark.parametrize("dim", [16, 64])  # keys and values are copied, and read where they stand
+@pytest.mark.parametrize("dim", [16, 64])  # keys and values are copied, and read in place
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, HEADS)], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (9, 0.0), (0, 5.0), (70, 5.0)])
 def test_attention_equals_the_reference(dim: int, sinks: torch.Tensor | None, window: int, softcap: float) -> None:

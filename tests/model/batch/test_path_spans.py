@@ -35,7 +35,7 @@ def threads() -> Sequence[int]:
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), num_kv_heads=st.integers(1, 8))
 def test_every_row_attends_once_for_each_head(sizes: list[int], num_kv_heads: int) -> None:
-    """Whatever the cuts: a task is of one session, and has no more rows than attend together."""
+    """With any cuts: a task is of one session, and has no more rows than attend together."""
     spans = spans_of(sizes, num_kv_heads)
     seen = np.zeros((sum(sizes), num_kv_heads), np.int64)
     for piece, begin, end, head in spans.tasks:

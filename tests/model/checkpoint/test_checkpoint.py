@@ -83,7 +83,7 @@ def test_a_missing_or_unreadable_shard_is_named(copy: Path) -> None:
     victim.unlink()
     with pytest.raises(CheckpointError, match=f"{victim.name}.*missing"):
         Checkpoint.open(copy)
-    victim.symlink_to("/proc/self/mem")  # whose first bytes nobody may read
+    victim.symlink_to("/proc/self/mem")  # whose first bytes cannot be read
     with pytest.raises(CheckpointError, match=f"{victim.name}: cannot be read: .*Input/output error"):
         Checkpoint.open(copy)
 
@@ -104,7 +104,7 @@ def test_a_tensor_in_the_index_must_be_in_its_file(copy: Path) -> None:
 
 
 def test_a_tensor_in_two_files_is_read_from_the_indexed_one(copy: Path) -> None:
-    """Left behind by whoever moved it."""
+    """Left behind when its folder was moved."""
     first, second = shards(copy)[:2]
     name = next(iter(load_file(first)))
     save_file({**load_file(second), name: torch.zeros(load_file(first)[name].shape)}, second)

@@ -1,4 +1,4 @@
-"""Whether two checkpoints hold the same weights, as far as samples tell."""
+"""Whether two checkpoints have the same weights, as far as samples show."""
 
 from __future__ import annotations
 

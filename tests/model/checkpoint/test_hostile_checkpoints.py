@@ -27,7 +27,7 @@ CODE = "from pathlib import Path\nPath({marker!r}).touch()\nclass Config: pass\n
 
 @pytest.fixture
 def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A model with code of its own, and a file that this code makes; whoever is asked whether to run it says yes."""
+    """A model with its own code, and a file that this code makes; a user who is asked whether to run it says yes."""
     folder, marker = save_model(tmp_path / "hostile", TINY), tmp_path / "it ran"
     config = json.loads((folder / "config.json").read_text())
     auto_map = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "hostile.Config")
@@ -125,7 +125,7 @@ def test_a_hub_id_never_leaves_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_cache_entry_that_points_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache names a snapshot by what stands in a file, which is joined to its folder as it is."""
+    """The cache names a snapshot by the content of a file, which is joined to its folder unchanged."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     save_model(tmp_path / "elsewhere", TINY)
     entry = tmp_path / "cache" / "models--some--body"

@@ -64,7 +64,7 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 1000), num_rows=st.integers(1, 8), outputs=st.integers(GROUP, 90), words=st.integers(1, 70))
 def test_few_rows_have_the_bits_of_many(seed: int, num_rows: int, outputs: int, words: int) -> None:
-    """Whatever form the result has, and where inputs do not fill lines."""
+    """For any form of the result, and if inputs do not fill lines."""
     words = 8 * words if seed % 2 else words
     rows, matrix = random_numbers(seed, num_rows, 2 * words), random_numbers(seed + 1, outputs, 2 * words)
     bias, blocks, bits = random_numbers(seed + 2, outputs).float().numpy(), blocks_of(rows), numbers(matrix)
@@ -92,7 +92,7 @@ def test_products_of_no_rows_change_nothing(kind: torch.dtype) -> None:
 @pytest.mark.parametrize("num_rows", [1, 20])
 @pytest.mark.parametrize("words", [1, 7, 15, 16, 17, 33, 70])
 def test_nothing_is_read_beyond_the_matrix(words: int, num_rows: int) -> None:
-    """Its last number stands before memory that nobody may read."""
+    """Its last number is before memory that cannot be read."""
     matrix = random_numbers(1, GROUP, 2 * words)
     guarded, bits = before_a_wall(numbers(matrix).tobytes()).view(np.uint16).reshape(GROUP, 2 * words), numbers(matrix)
     blocks, bias = blocks_of(random_numbers(2, num_rows, 2 * words)), np.zeros(GROUP, np.float32)

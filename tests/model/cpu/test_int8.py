@@ -54,7 +54,7 @@ def rows_of(numbers: torch.Tensor) -> np.ndarray:
 
 
 def row_numbers(rows: np.ndarray, num_rows: int) -> Numbers:
-    """What the codes of rows stand for."""
+    """The values of codes of rows."""
     lines = (
         rows.reshape(len(rows), -1, LINE_WORDS, LANES)
         .transpose(0, 3, 1, 2)
@@ -70,7 +70,7 @@ def row_numbers(rows: np.ndarray, num_rows: int) -> Numbers:
 
 
 def matrix_numbers(matrix: np.ndarray, num_outputs: int) -> Numbers:
-    """What the codes of a matrix stand for."""
+    """The values of codes of a matrix."""
     codes = np.ascontiguousarray(matrix[:, :-1].transpose(0, 2, 1)).view(np.uint8).astype(np.float64) - ZERO
     scales = np.ascontiguousarray(matrix[:, -1]).view(np.float32).astype(np.float64)
     return (codes * scales[:, :, None]).reshape(-1, codes.shape[2])[:num_outputs]
@@ -95,7 +95,7 @@ def random_numbers(seed: int, *shape: int) -> torch.Tensor:
     lines=st.integers(1, 6),
 )
 def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, lines: int) -> None:
-    """Those of what the codes stand for, which is near what they were made of; a row's are the same alone."""
+    """Those of the codes' values, which are close to the original numbers; a row's are the same alone."""
     numbers, weights = random_numbers(seed, num_rows, LINE * lines), random_numbers(seed + 1, outputs, LINE * lines)
     rows, matrix = rows_of(numbers), matrix_of(weights)
     row_values, weight_values = row_numbers(rows, num_rows), matrix_numbers(matrix, outputs)
@@ -177,7 +177,7 @@ def test_a_model_in_8_bits_is_close_to_itself_in_16(folder: Path) -> None:
 
 
 def in_tree(model: ResidentModel, *others: int) -> torch.Tensor:
-    """Logits of the tree after the context, with contexts of so many tokens in the same batch."""
+    """Logits of the tree after the context, with contexts of this many tokens in the same batch."""
     shape = model.skeleton.kv_shape()
     slot = KVSlot(shape, 120, CPU)
     model.logits(Batch([Segment.context(slot, 0, CONTEXT)], None, CPU))

@@ -87,7 +87,7 @@ def call_twice(function, out, number):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("head_dim", "window"), [(20, 0), (64, 0), (64, 7)])
 def test_a_nodes_attention_has_the_bits_of_its_path(head_dim: int, window: int, dtype: torch.dtype) -> None:
-    """Random trees of one tile or several, on contexts of any length, beside another session."""
+    """Random trees of one tile or several, on contexts of any length, with another session."""
     rng, shape = np.random.default_rng(0), KVShape(1, NUM_KV_HEADS, head_dim, dtype)
     rules = head_dim**-0.5, window, 3.0, torch.linspace(-1, 1, NUM_HEADS)
     for seed in range(12):
@@ -123,7 +123,7 @@ def test_a_nodes_attention_has_the_bits_of_its_path(head_dim: int, window: int, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_nothing_is_read_beyond_keys_and_values(dtype: torch.dtype) -> None:
-    """The last number of the last one stands before memory that nobody may read."""
+    """The last number of the last one is before memory that cannot be read."""
     base, size, head_dim = 19, 2, 20
     slot = KVSlot(KVShape(1, NUM_KV_HEADS, head_dim, dtype), base + size, CPU)
     slot.keys.copy_(torch.randn(slot.keys.shape)), slot.values.copy_(torch.randn(slot.values.shape))

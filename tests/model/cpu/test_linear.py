@@ -1,4 +1,4 @@
-"""Products of rows: right, and the same bits for a row whatever else is computed."""
+"""Products of rows: correct, and with the same bits for a row in any batch."""
 
 from __future__ import annotations
 

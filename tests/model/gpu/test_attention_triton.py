@@ -110,7 +110,7 @@ def test_latents_are_keys_and_values(kernel: ModuleType, dtype: torch.dtype) -> 
 
 
 def test_unwritten_rows_have_no_effect(kernel: ModuleType) -> None:
-    """A GPU's memory is whatever it was: NaN, of which the reference once made a sum, times a weight of 0."""
+    """A GPU's memory is not initialised: NaN, of which the reference once made a sum, times a weight of 0."""
     torch.manual_seed(7)
     tree, base = random_tree(np.random.default_rng(7), 9), 20
     written = slice(5, 5 + base + len(tree.tokens))
@@ -163,7 +163,7 @@ def test_rows_of_a_session_read_the_same_committed_rows(kernel: ModuleType, monk
 def test_a_rows_bits_do_not_depend_on_other_rows(
     kernel: ModuleType, heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype
 ) -> None:
-    """Of two sessions' trees and a piece of context, whichever rows of them are in a chunk, and wherever in a tile."""
+    """Of two sessions' trees and a piece of context, with any of their rows in a chunk, and anywhere in a tile."""
     torch.manual_seed(8)
     rng, begins = np.random.default_rng(8), (0, 150, 300)
     segments = [

@@ -82,7 +82,7 @@ def test_the_kernel_equals_the_cpus_and_torchs_operations(take_steps: Any, begin
 
 @pytest.mark.slow
 def test_a_nodes_bits_are_its_paths_however_the_work_is_split(take_steps: Any) -> None:
-    """In a tree, and as text in two pieces, between which the state goes on."""
+    """In a tree, and as text in two pieces, between which the state continues."""
     tree, rows = random_tree(12), Rows(12)
     steps = steps_of(tree)
     in_tree = take_steps(

@@ -37,7 +37,7 @@ def require_whole(slot: KVSlot, mark: int) -> None:
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from("trg"), st.integers(0, 9), st.integers(1, 20)), max_size=40))
 def test_moved_slots_keep_their_content(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever is asked for succeeds as long as there are enough free rows in all, however they lie."""
+    """Every request succeeds if there are enough free rows in total, however they are distributed."""
     arena, slots = new_arena(), dict[int, KVSlot]()
     for number, (kind, which, num_rows) in enumerate(steps):
         mark = [*slots][which % len(slots)] if slots else -1

@@ -118,7 +118,7 @@ def test_zero_points_follow_the_formats_version(named: dict[str, object], zero_o
 def test_weights_that_stay_in_another_data_type_are_converted_in_parts(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, the embeddings of a large vocabulary would stand in memory twice for a moment, which no budget counts."""
+    """Whole, the embeddings of a large vocabulary would be in memory twice for a moment, which no budget counts."""
     monkeypatch.setattr(loading, "CONVERTED_BYTES", 1000)
     largest: list[int] = []
 
@@ -149,7 +149,7 @@ def test_packed_tensors_that_do_not_match_are_named(
     change: Callable[[torch.Tensor], torch.Tensor],
     message: str,
 ) -> None:
-    """The kernels would read beyond the end of whatever is too short."""
+    """The kernels would read beyond the end of a tensor that is too short."""
     source = in_words(tmp_path / "whole", "awq", True, tiny)
     packed, victim = tensors_of(source), f"model.layers.1.mlp.up_proj.{part}"
     packed[victim] = change(packed[victim])
@@ -217,7 +217,7 @@ def _floats(halves):
 
 
 def test_numbers_are_rounded_to_float16_like_by_torch() -> None:
-    """At, beside and between all of its numbers, with their signs, and beyond them."""
+    """At, near and between all of its numbers, with their signs, and beyond them."""
     halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
     exact = halves[np.isfinite(halves)].astype(np.float32)
     between = (exact[:-1] + exact[1:]) / 2
@@ -239,7 +239,7 @@ def _halves(numbers):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_value_is_written_at_its_position(dtype: torch.dtype) -> None:
-    """In float16 a whole matrix was made in float32 first: gigabytes beside all budgets for a large head."""
+    """In float16 a whole matrix was made in float32 first: gigabytes outside all budgets for a large head."""
     out = torch.empty(3, 5, dtype=dtype)
     places: list[int] = []
     write_out(out, lambda *arrays: places.append(arrays[-1].ctypes.data))

@@ -30,7 +30,7 @@ def test_a_sweep_of_context_only_computes_no_logits(tiny: Path) -> None:
 
 
 def test_a_committed_path_has_the_bits_of_decoding(tiny: Path) -> None:
-    """Compaction moves KV; what follows must not be able to tell."""
+    """Compaction moves KV, which must not change what follows."""
     rng = np.random.default_rng(2)
     with streamed(tiny, torch.bfloat16) as model:
         prompt, tree, slot = [5, 6, 7], random_tree(rng, 30, root=9), new_slot(model)

@@ -65,7 +65,7 @@ def slots_in(model: ResidentModel, memory: KVMemory) -> list[KVSlot]:
 
 
 def batch_of(slots: list[KVSlot], sizes: tuple[int, int]) -> Batch:
-    """Of each session so many tokens: half of them context, the others a tree."""
+    """This many tokens of each session: half of them context, the others a tree."""
     segments = []
     for slot, size in zip(slots, sizes, strict=True):
         context = [token % 90 for token in range(size // 2)]

@@ -1,4 +1,4 @@
-"""Devices and the memory beside them: chosen by name, refused by name."""
+"""Devices and host memory: chosen by name, refused by name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_workers_refuse_a_gpu(no_gpu: None, ti
 def test_a_gpu_that_torch_cannot_use_is_reported(
     is_here: bool, no_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A build of torch for CPUs, or a driver that is too old: a 70B would crawl, and nobody would know why."""
+    """A build of torch for CPUs, or a driver that is too old: a 70B would be very slow without a reason given."""
     monkeypatch.setattr(bough.model.running.device, "may_be_gpu", lambda _: is_here)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert choose_device("auto") == torch.device("cpu")

@@ -101,7 +101,7 @@ def test_an_exhausted_sample_continues_with_the_other_tokens() -> None:
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 2), st.integers(0, 2**31))
 def test_rounds_and_positions_do_not_share_random_numbers(seed: int, round_: int, index: int) -> None:
-    """Nor does the noise that the text is drawn with, whatever its position."""
+    """It does not depend on the noise that the text is drawn with, at any position."""
 
     def raw(round_: int, index: int) -> set[int]:
         return set(generator(seed, round_, index).bit_generator.random_raw(32).tolist())

@@ -161,7 +161,7 @@ def test_penalties_and_bias_follow_their_definitions() -> None:
 
 
 def recounted(logits: np.ndarray, params: SamplingParams, history: list[int], prompt_length: int) -> np.ndarray:
-    """Penalties one token at a time, counted anew."""
+    """Penalties one token at a time, counted again."""
     logits = logits.copy()
     for token in set(history):
         value = logits[token]
@@ -225,7 +225,7 @@ def test_without_alternatives_nothing_is_sorted(monkeypatch: pytest.MonkeyPatch)
 def test_every_drawn_token_has_a_probability(
     logits: list[float], temperature: float, changes: dict[str, Any], position: int
 ) -> None:
-    """Whatever tails of no chance at all the logits have, before penalties and after them."""
+    """For any tails of -inf in the logits, before penalties and after them."""
     params = SamplingParams(temperature=temperature, **changes)
     row = adjusted(np.array(logits), params, TokenCounts.of([0, 1, 1], 1))
     token = draw(row, params, position)

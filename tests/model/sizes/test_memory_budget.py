@@ -1,4 +1,4 @@
-"""Memory budgets, measured: the peak of a process that streams, against what it was told it may take."""
+"""Memory budgets, measured: the peak of a process that streams, against its configured memory."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def llama_70b(**changes: Any) -> LlamaConfig:
 
 
 def placed(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> Placement:
-    """As a target places it on such a card with 128 GB beside it."""
+    """As a target places it on such a card with 128 GB of host memory."""
     monkeypatch.setattr(memory_budget, "free_device_bytes", lambda _: CARD - CONTEXT)
     monkeypatch.setattr(memory_budget, "free_memory", lambda: 128 * GB)
     found = find_model(str(folder))
@@ -82,7 +82,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
 
 
 def test_one_unpacked_matrix_has_room(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer in 16 bits is 1.7 GB, as many as three or four in 4 bits."""
+    """A layer in 16 bits is 1.7 GB, the size of three or four in 4 bits."""
     placement = placed(monkeypatch, awq_70b, "--kv-memory", "2GB")
     assert placement.fixed.scratch == 2 * 8192 * 28672
     assert len(placement.layers(Tier.RESIDENT)) >= 38
@@ -104,7 +104,7 @@ def test_kv_memory_is_counted_once(awq_70b: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_ring_to_the_host_leaves_its_memory_to_layers() -> None:
-    """16 bits of a 70B beside 100 GB: it once had 14 slabs, and 32 layers crossed from disk."""
+    """16 bits of a 70B with 100 GB of host memory: it once had 14 slabs, and 32 layers crossed from disk."""
     placement = place([1_711_000_000] * 80, Fixed(0, 0, 0, 0), Budgets(22 * GB, 100 * GB, 6 * GB, 99))
     assert placement.num_host_slabs == HOST_SLABS
     assert len(placement.layers(Tier.DISK)) <= 80 - len(placement.layers(Tier.RESIDENT)) - 55
@@ -158,7 +158,7 @@ def with_default_context(num_positions: int, memory: int, *flags: str) -> Target
 
 
 def test_the_default_context_is_the_models_own_if_memory_allows() -> None:
-    """It was 2,048 tokens, whatever the model: fewer than the first request of an agent."""
+    """It was 2,048 tokens for any model: fewer than the first request of an agent."""
     config = with_default_context(8192, 24 * GB)
     assert config.max_context == 8192
     assert config.kv_memory == (8192 + 512) * SHAPE.row_bytes

@@ -182,7 +182,7 @@ async def test_waiting_is_limited(party: Party) -> None:
 
 
 async def test_closing_refuses_new_callers_and_serves_the_queue(party: Party) -> None:
-    """To a client of HTTP a refusal after it had been let in would be a failed request."""
+    """To a client of HTTP a refusal after it had been accepted would be a failed request."""
     guests = party(Admission(1, 10))
     await guests.come(0, 1)
     guests.admission.close("draining")
@@ -313,7 +313,7 @@ async def test_a_stream_can_be_ended_just_after_its_deadline() -> None:
 
     loop = asyncio.get_running_loop()
     loop.call_at(stream.deadline.deadline + 0.001, end)
-    loop.call_soon(time.sleep, 0.1)  # so that both are due when the loop goes on
+    loop.call_soon(time.sleep, 0.1)  # so that both are due when the loop continues
     assert await stream.before_end(asyncio.sleep(60)) is None
     assert not errors
 

@@ -77,7 +77,7 @@ async def test_a_call_beyond_the_limit_is_not_decoded(
             await finish(orchestrator, TextPrompt("x" * 2000))
         assert caught.value.retry_seconds is not None
         assert decoded == []
-        assert (await orchestrator.client.loads()).num_requests_waiting == 1  # which is still told
+        assert (await orchestrator.client.loads()).num_requests_waiting == 1  # which is still reported
         stage.target.may_answer.set()
         assert [(await task).usage.completion_tokens for task in running] == [3, 3]
         assert (await finish(orchestrator, TextPrompt("x" * 2000))).usage.prompt_tokens == 2000
@@ -197,7 +197,7 @@ def test_calls_are_counted_until_they_end() -> None:
 
 
 def test_tokenized_texts_leave_room_for_other_calls() -> None:
-    """One client's long ones took the places of all calls, so that nobody could abort a request or ask how all is."""
+    """One client's long ones took the places of all calls, so nobody could abort a request or query health."""
     failed = Counter[str]()
     call_limiter = CallLimiter(Admission(2, 3), lambda: 100, failed)
     with ExitStack() as inside:

@@ -132,7 +132,7 @@ async def test_a_deadline_ends_the_request_and_frees_everything(stage: Stage, or
         call = stub_of(GENERATION, channel).Generate(request(), timeout=2.0)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: stage.target.cancelled == stage.target.released == stage.target.asked != [])
-    assert stage.target.time_limits[0] < 5.0  # the target was told too, not 600 s
+    assert stage.target.time_limits[0] < 5.0  # the target received it too, not 600 s
     await eventually(orchestrator, running=0, waiting=0)
     stage.target.may_answer.set()
     assert (await finish(orchestrator)).finish_reason == "length"  # at once: the target has done nothing wrong
@@ -202,7 +202,7 @@ async def test_rounds_pause_for_a_client_that_stops_reading(stage: Stage, orches
                 await asyncio.sleep(1.0)
         sizes = [(await call.read()).ByteSize() for _ in range(before)]
         assert 50_000 < sum(sizes) < 500_000
-        await until(lambda: stage.target.num_verified > before + 10)  # and it goes on when it reads again
+        await until(lambda: stage.target.num_verified > before + 10)  # and it continues when it reads again
         call.cancel()
     await until(lambda: stage.target.released)
 

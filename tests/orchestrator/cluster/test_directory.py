@@ -56,7 +56,7 @@ async def introduced(fakes: Fleet, *names: str) -> Directory:
 
 
 async def test_between_equal_targets_the_less_busy_one_is_chosen(fakes: Fleet) -> None:
-    """What other orchestrators run is known from what workers say of themselves, at every heartbeat anew."""
+    """The load of other orchestrators is known from workers' reports, updated at every heartbeat."""
     (_, first), (_, second) = await fakes.target("a"), await fakes.target("b")
     requests, _ = await fakes.orchestrator(num_targets=2)
     directory = requests.directory
@@ -127,7 +127,7 @@ async def test_a_different_tokenizer_of_a_draft_is_known_before_the_draft_is_cal
 
 
 async def test_the_connection_to_an_unusable_worker_is_closed(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever could be asked, but not compared with the others, was asked again at each poll by a new connection."""
+    """A worker that answered, but could not be compared with others, was called at each poll over a new connection."""
     opened, closed, close = list[TargetClient](), list[TargetClient](), TargetClient.close
 
     async def noted(client: TargetClient) -> None:
@@ -256,7 +256,7 @@ def attempts(unreached: UnreachedWorkers, clock: Clock, seconds: float) -> list[
 
 
 def test_an_unusable_worker_is_retried_and_logged_ever_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
-    """It was tried at each poll for ever, with a line in the log each time."""
+    """It was tried at each poll forever, with a line in the log each time."""
     clock, hour = Clock(), 3600.0
     found = attempts(UnreachedWorkers(clock), clock, hour)
     assert found[:2] == [0.0, POLL_SECONDS], "one that has just started is soon there"

@@ -47,7 +47,7 @@ async def test_all_models_are_listed_and_served_by_name(fakes: Fleet) -> None:
 
 
 async def test_a_single_model_need_not_be_named(fakes: Fleet) -> None:
-    """However many targets serve it, and whatever they round by."""
+    """With any number of targets that serve it and any rounding."""
     await fakes.target("t1")
     other, _ = await fakes.target("t2")
     other.arithmetic = "other"

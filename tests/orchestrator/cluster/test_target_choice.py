@@ -177,7 +177,7 @@ async def _refuse() -> None:
 
 @pytest.mark.parametrize("num_slots", [0, 1])
 async def test_a_kept_session_waits_for_its_turn_and_keeps_its_tokens(fakes: Fleet, num_slots: int) -> None:
-    """What is held of it is not sent again, whether its slot was kept or its room is asked for anew."""
+    """Cached tokens are not sent again, whether its slot was kept or its room is requested again."""
     target, _ = await fakes.target("t")
     _, process = await fakes.orchestrator("--queue-timeout", "60")
     options = replace(TURN, session_id="s")
@@ -189,7 +189,7 @@ async def test_a_kept_session_waits_for_its_turn_and_keeps_its_tokens(fakes: Fle
 
 
 async def test_a_draining_target_gets_no_new_requests(fakes: Fleet) -> None:
-    """As it empties it looks quicker than any other; it would refuse whatever came."""
+    """As it empties it looks quicker than any other, but it would refuse every request."""
     leaving, staying = [(await fakes.target(f"t{index}"))[0] for index in range(2)]
     requests, process = await fakes.orchestrator(num_targets=2, poll_seconds=1000.0)  # then the test says who is listed
     known = {target.record.worker_id: target for target in requests.directory.targets}

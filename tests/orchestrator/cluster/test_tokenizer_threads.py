@@ -22,7 +22,7 @@ from tests.fakes.waiting import until
 
 @dataclass
 class Held:
-    """A function that waits inside until the test lets it go on."""
+    """A function that waits inside until the test lets it continue."""
 
     wrapped: Any
     has_begun: threading.Event = field(default_factory=threading.Event)

@@ -74,7 +74,7 @@ async def test_a_hash_that_becomes_known_later_is_respected(fakes: Fleet, caplog
         await until(lambda: "t0 and t1 claim the same model but have different weights: h1 and h2" in caplog.text)
         problems = find_problems(await client.server_info())
         assert any("t0 and t1 claim the same model but have different weights: h1 and h2;" in each for each in problems)
-        for _ in range(3):  # both go on serving what is new
+        for _ in range(3):  # both keep serving new requests
             await read(client, replace(OPTIONS, request_id=""))
     assert caplog.text.count("sessions do not move between them") == 1
 

@@ -33,7 +33,7 @@ def limited(endpoint: HttpStack, monkeypatch: pytest.MonkeyPatch, max_running: i
 async def test_more_choices_than_ever_fit_are_an_invalid_request(
     endpoint: HttpStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were sent away with a delay, for ever, and each time began what was then thrown away."""
+    """They were refused with a delay, forever, and each time began what was then thrown away."""
     limited(endpoint, monkeypatch, max_running=1, max_waiting=1)
     num_before = endpoint.stack.requests.loads().num_requests_total
     bodies: list[tuple[str, Json, str]] = [

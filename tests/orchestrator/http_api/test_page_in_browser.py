@@ -206,7 +206,7 @@ async def test_an_answer_can_be_stopped_and_remains(tmp_path: Path) -> None:
 
 
 async def test_a_dead_server_shows_no_workers_in_use(tmp_path: Path) -> None:
-    """They stayed in use for ever."""
+    """They stayed in use forever."""
     async with browser_page(tmp_path / "browser") as page:
         async with http_stack(tmp_path) as endpoint:
             await open_page(page, endpoint)
@@ -221,7 +221,7 @@ async def test_a_dead_server_shows_no_workers_in_use(tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_a_server_stopped_during_an_answer_is_shown_as_shutting_down(page: Page) -> None:
-    """It was called dead, although its answer went on."""
+    """It was called dead, although its answer continued."""
     await page.value("answers['/v1/chat/completions'] = () => new Promise(() => {}); 0")
     await ask(page, QUESTION)
     await page.value("answers['/cluster'] = () => Promise.reject(new TypeError('refused')); 0")

@@ -160,7 +160,7 @@ async def test_an_output_format_is_requested_once(endpoint: HttpStack) -> None:
 
 
 async def test_null_counts_as_left_out(endpoint: HttpStack) -> None:
-    """Of fields that bough does not know, too: nobody misspells what he does not ask for."""
+    """Also for fields that bough does not know: clients do not misspell what they do not use."""
     message = dict.fromkeys([*MessageFields.model_fields, "tool_call_id"]) | USER
     body = dict.fromkeys([*ChatFields.model_fields, "guided_json"]) | {"messages": [message], "max_tokens": 3}
     assert (await endpoint.answer(CHAT, body))["usage"]["completion_tokens"] <= 3
@@ -379,7 +379,7 @@ async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(
 
 
 async def test_a_body_without_a_json_content_type_is_refused(endpoint: HttpStack) -> None:
-    """A browser sends it for a page of any site, and asks nobody first."""
+    """A browser sends it for a page of any site, without asking first."""
     response = await endpoint.client.post(CHAT, content=json.dumps({"messages": [USER]} | SHORT))
     assert (response.status_code, error_of(response)["param"]) == (415, "content-type")
 

@@ -1,4 +1,4 @@
-"""Connections that ask for nothing, or for something a byte at a time: none is held for ever, nor are too many."""
+"""Connections without a request, or with one sent a byte at a time: none is kept forever, and they are limited."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_half_a_body_is_not_waited_for(port: int) -> None:
 
 
 async def test_a_request_with_two_lengths_closes_the_connection(port: int) -> None:
-    """A proxy may believe the other length, and take the rest for the request of somebody else."""
+    """A proxy may believe the other length, and take the rest for another client's request."""
     smuggled = b"POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
     reader, writer = await connected(port, smuggled + WHOLE)
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -155,7 +155,7 @@ async def test_half_a_head_does_not_occupy_a_connection(port: int, sent: bytes, 
 
 @pytest.mark.parametrize("sent", [WHOLE, b"POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n"])
 async def test_bytes_trickling_in_after_an_answer_do_not_occupy_a_connection(port: int, sent: bytes) -> None:
-    """Whether they are half a head or a body that nobody waits for."""
+    """Whether they are half a head or a body that is not waited for."""
     reader, writer = await connected(port, sent)
     assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
     assert await until_closed(reader, writer, b"x") == b""
@@ -274,7 +274,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Protocol]:
 async def test_unread_answers_occupy_no_connection(
     lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """A request after one whose answer was not read held its connection for ever, and all of them anybody's."""
+    """A request after one whose answer was not read occupied its connection forever, and so every connection."""
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
     async with http_serving("127.0.0.1", 0, app) as port, unread(port, sent), asyncio.timeout(PATIENCE_SECONDS):
         await until(lambda: lost)
@@ -286,7 +286,7 @@ async def test_a_client_that_reads_no_answers_is_closed(
     """Otherwise it counts as busy, and new connections are refused."""
     monkeypatch.setattr(server, "most_connections", lambda: 1)
     async with http_serving("127.0.0.1", 0, app) as port, unread(port, LONG + WHOLE):
-        await asyncio.sleep(0.2)  # in which it comes to the second request; before that it gives way too
+        await asyncio.sleep(0.2)  # in which it comes to the second request; before that it is closed too
         reader, writer = await connected(port, WHOLE)
         assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
         assert len(lost) == 1
@@ -322,7 +322,7 @@ async def test_a_body_that_breaks_off_during_its_request_is_refused_once(
     reader, writer = await connected(port, head.encode() + b"zz\r\n")
     said = await until_closed(reader, writer)
     app.may_answer.set()
-    await asyncio.sleep(0)  # the request goes on, and its answer goes nowhere
+    await asyncio.sleep(0)  # the request continues, and its answer goes nowhere
     assert said.startswith(b"HTTP/1.1 400 "), said
     assert said.count(b"HTTP/1.1") == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

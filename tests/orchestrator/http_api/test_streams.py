@@ -61,7 +61,7 @@ def head(num_bytes: int) -> bytes:
 
 
 async def until_running(endpoint: HttpStack, num: int) -> None:
-    """Wait until so many requests run."""
+    """Wait until this many requests run."""
     await until(lambda: endpoint.stack.requests.loads().num_requests_running == num)
 
 
@@ -318,7 +318,7 @@ async def test_a_connection_accepted_during_shutdown_is_closed(monkeypatch: pyte
         return is_over
 
     async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer nobody."""
+        """Accept connections without answering."""
 
     monkeypatch.setattr(server._Protocol, "connection_made", late)
     monkeypatch.setattr(server._HttpServer, "on_tick", noted)

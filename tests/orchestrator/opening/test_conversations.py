@@ -1,4 +1,4 @@
-"""Sessions that go on: with the new turn alone or the whole history, at the target that holds it, and to their end."""
+"""Continued sessions: with the new turn alone or the whole history, at the target that holds it, to their end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_only_the_new_turn_is_sent_and_computed(fakes: Fleet, first: Promp
         after = await read(client, NEXT, more)
     history = before.started.prompt_tokens + len(before.token_ids)
     assert after.started.prompt_tokens > history
-    assert after.end.usage.cached_tokens == history - 1  # all but the last token, which nobody had run yet
+    assert after.end.usage.cached_tokens == history - 1  # all but the last token, which had not been computed yet
     assert len(target.calls[calls].context.tokens) == after.started.prompt_tokens - history
     held = target.held["s"]
     text = FakeText(Tokenizer(fakes.tokenizer))
@@ -136,7 +136,7 @@ async def test_a_repeated_continuation_is_not_applied_twice(fakes: Fleet) -> Non
 
 
 async def test_a_turn_not_yet_in_the_index_is_not_lost(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one once went on from the turn before it, without a word."""
+    """The next one once continued from the turn before it, without an error."""
     await fakes.target("t1")
     _, server = await fakes.orchestrator()
 

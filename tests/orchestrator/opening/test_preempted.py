@@ -1,4 +1,4 @@
-"""Requests whose KV gives way to others' in the middle: they wait, and go on with nothing lost or repeated."""
+"""Requests preempted in mid-text: they wait, and continue with nothing lost or repeated."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def recorder(fake: FakeRegistry) -> Recorder:
 
 
 def record(recorder: Recorder, num_tokens: int, epoch: int = 5, target_id: str = "t1", finish_reason: str = "") -> None:
-    """A round after which there are so many tokens, all but the last of which the target holds."""
+    """A round after which there are this many tokens, all but the last of which the target holds."""
     tokens = tuple(range(num_tokens))
     recorder.record(
         SessionRecord(ScopedId("s"), target_id, "", epoch, num_tokens - 1, 0, tokens),
@@ -188,7 +188,7 @@ async def registry(index: Server) -> AsyncIterator[Registry]:
 
 
 async def test_two_orchestrators_with_a_real_index(index: Server, registry: Registry) -> None:
-    """The one that claimed last is recorded, whatever the other goes on writing; and a flush loses nothing of it."""
+    """The one that claimed last is recorded, whatever the other writes; and a flush loses nothing of it."""
     first, second = Recorder(registry), Recorder(registry)
     await registry.register(WorkerRecord("target", "t1", "h:1"), lease_seconds=60)
 

@@ -1,4 +1,4 @@
-"""However requests end, their workers keep nothing of sessions that are not kept, and epochs go on growing."""
+"""However requests end, their workers keep nothing of sessions that are not kept, and epochs keep growing."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ async def test_a_release_is_only_repeated_if_it_frees_a_slot(
 
 @pytest.mark.parametrize("num_ticks", range(6))
 async def test_a_cancellation_during_an_abort_is_not_swallowed(num_ticks: int) -> None:
-    """A stop button sends Abort and closes the connection: the handler must end, or it waits for a reader for ever."""
+    """A stop button sends Abort and closes the connection: the handler must end, or it waits for a reader forever."""
     stream = Stream(ScopedId("r"), ScopedId())
 
     async def slow_to_end() -> None:

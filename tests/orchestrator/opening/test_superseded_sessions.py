@@ -35,7 +35,7 @@ async def close(client: Client) -> bool:
 
 
 def gated(gate: asyncio.Event, from_call: int) -> Callable[[VerifyCall], Awaitable[None]]:
-    """Holds up one call to verify, and the later ones until it goes on."""
+    """Holds up one call to verify, and the later ones until it continues."""
     num_calls = 0
 
     async def hook(call: VerifyCall) -> None:

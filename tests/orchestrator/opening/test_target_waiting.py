@@ -48,7 +48,7 @@ def client_of(address: str) -> Client:
 
 
 async def test_new_requests_wait_while_the_only_target_restarts(fakes: Fleet) -> None:
-    """The restarted one has another name and address. No target is listed meanwhile, nor known."""
+    """The restarted one has another name and address. No target is listed or known meanwhile."""
     _, server = await fakes.target("t1")
     requests, process = await fakes.orchestrator(poll_seconds=0.02)
     await server.kill()
@@ -183,7 +183,7 @@ def http_client(requests: Requests) -> httpx.AsyncClient:
 
 
 async def test_texts_wait_for_a_tokenizer_like_requests_for_a_target(fakes: Fleet) -> None:
-    """They have no places: only so many wait, and what they wait for is no load of requests."""
+    """They have no places: their number is limited, and they do not count as load of requests."""
     await fakes.target("t1")
     requests, _ = await fakes.orchestrator()
     waiting = requests.texts.waiting

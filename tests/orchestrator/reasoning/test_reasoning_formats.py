@@ -1,4 +1,4 @@
-"""Where reasoning begins and ends in an output, in whatever pieces its text comes; grammars start after it."""
+"""Where reasoning begins and ends in an output, however its text is divided; grammars start after it."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ FRAGMENTS = ["<think>", "</think>", "<thi", "</th", "nk>", "ink>", "<", "/", ">"
 
 
 def read(beginning: Beginning, text: str) -> tuple[str | None, str]:
-    """What `part` must tell of a whole text, in other words."""
+    """What `part` must return for a whole text, in other words."""
     marked = re.match(r"\s*<think>", text)
     if marked is None and beginning is not INSIDE:
         return None, text

@@ -57,7 +57,7 @@ async def test_another_target_takes_over(fakes: Fleet, call_number: int) -> None
 
 @pytest.mark.parametrize("name", ["fingerprint", "arithmetic"])
 async def test_a_target_with_another_model_does_not_take_over(fakes: Fleet, name: str) -> None:
-    """It would go on with another text, or with one that is rounded otherwise; for a client that resumes too."""
+    """It would continue with another text, or with one that is rounded otherwise; for a client that resumes too."""
     targets = [await fakes.target("t1"), await fakes.target("t2")]
     setattr(targets[1][0], name, "other")
     _, process = await fakes.orchestrator("--failover-timeout", "0.5", num_targets=2)
@@ -72,7 +72,7 @@ async def test_a_target_with_another_model_does_not_take_over(fakes: Fleet, name
 async def test_another_process_at_the_same_address_is_another_target(
     fakes: Fleet, fingerprint: str, most_seconds: str
 ) -> None:
-    """A channel connects to whoever answers there; with another model the text would change in the middle."""
+    """A channel connects to any server at its address; with another model the text would change in the middle."""
     target, server = await fakes.target("t1")
     _, process = await fakes.orchestrator("--failover-timeout", most_seconds, poll_seconds=0.05)
     options = replace(OPTIONS, session_id="s", request_id="")
@@ -235,7 +235,7 @@ async def _hold(reached: asyncio.Event) -> None:
 
 
 def test_successive_faults_end_with_an_answer_or_a_loss_without_the_call() -> None:
-    """But a call that brings down a target each time it has room does not go on for ever."""
+    """But a call that brings down a target each time it has room does not continue forever."""
     refused = NoAnswer("failed to connect")
     trouble = _Trouble(time.monotonic())
     for elsewhere in (trouble.answered, lambda: trouble.count(refused)):

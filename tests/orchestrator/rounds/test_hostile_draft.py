@@ -60,7 +60,7 @@ def chain(root: int, depth: int) -> Tree:
 
 
 def sampled_from(num_entries: int, num_nodes: int = 1) -> DraftProbs:
-    """What the children of the first nodes were sampled from: so many tokens."""
+    """What the children of the first nodes were sampled from: this many tokens."""
     tokens, weights = np.arange(num_entries, dtype=np.int32), np.ones(num_entries, np.float32)
     return DraftProbs.joined(dict.fromkeys(range(num_nodes), (tokens, weights)))
 
@@ -122,7 +122,7 @@ async def test_unrequested_trees_are_rejected(
 
 
 async def test_no_requested_tree_extends_beyond_the_output(fakes: Fleet) -> None:
-    """Whatever way of growing a request names: deeper nodes may have no place in the target's context."""
+    """For any requested growth: deeper nodes may have no place in the target's context."""
     await fakes.target("t1")
     draft = FakeDraft("d1", fakes.tokenizer)
     await fakes.worker(draft)

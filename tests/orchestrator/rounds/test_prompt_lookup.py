@@ -96,7 +96,7 @@ def test_a_long_prompt_is_read_over_several_rounds() -> None:
 
 
 async def test_a_long_prompt_is_read_off_the_event_loop_without_delaying_rounds() -> None:
-    """Whatever the event loop does meanwhile; then the guesses are what they would have been."""
+    """Whatever the event loop does meanwhile; the guesses are the same."""
     tokens, guessing, at_once = [1, 2, 3] * MAX_READ, lookup(), lookup()
     works: list[Callable[[], None]] = []
     may_go_on = asyncio.Semaphore(0)

@@ -21,7 +21,7 @@ SCORED = replace(OPTIONS, max_tokens=5, prompt_logprobs=0)
 
 
 async def test_a_finished_request_is_not_scored_again(fakes: Fleet) -> None:
-    """It was, without a claim: nobody freed the target's slot. A client that saw no token has not seen all scores."""
+    """It was, without a claim: the target's slot was not freed. A client that saw no token has not seen all scores."""
     target, _ = await fakes.target("t")
     requests, server = await fakes.orchestrator()
     async with Client(server.address) as client:

@@ -1,4 +1,4 @@
-"""No answer shows one tenant what another has asked: prompts are computed anew unless sharing is allowed."""
+"""No answer shows one tenant what another has asked: prompts are computed again unless sharing is allowed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_a_tenants_prompt_does_not_show_in_another_tenants_cached_tokens(t
         assert await cached(apart, BOB, session_id=session_id) == 0
         assert await cached(apart, ALICE) >= WHOLE  # her own is found
         assert await cached(apart, BOB) >= WHOLE
-        assert await cached(Callers(stack.requests), ()) == 0  # nor by whoever has no key
+        assert await cached(Callers(stack.requests), ()) == 0  # or by a caller without a key
         stack.check_integrity()
 
 
@@ -74,7 +74,7 @@ async def test_a_tenant_separates_its_own_users_by_a_salt(tmp_path: Path) -> Non
 
 
 async def test_the_index_finds_only_a_tenants_own_prefixes(tmp_path: Path) -> None:
-    """Otherwise where a request is sent would tell."""
+    """Otherwise the target of a request would reveal it."""
     async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
         apart = callers(tmp_path, stack, share_prefixes=False)
         await cached(apart, ALICE, session_id="s")

@@ -1,4 +1,4 @@
-"""Streamed text: whole characters only, stop texts found wherever tokens split them."""
+"""Streamed text: whole characters only, stop texts found however tokens split them."""
 
 from __future__ import annotations
 

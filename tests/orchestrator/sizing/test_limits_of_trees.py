@@ -46,7 +46,7 @@ SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4))
     ],
 )
 def test_a_requested_size_is_used(speculation: Speculation, growth: Growth) -> None:
-    """Whatever has been learnt, whoever shares the sweep, and without a price that would end growth sooner."""
+    """Whatever has been learnt, and with any sharers of the sweep, and without a price that would end growth sooner."""
     world = MadeRounds(sweep=STEEP)
     world.play(20)
     plan = world.sizer.plan(replace(world.base, speculation=speculation, num_context=300))
@@ -134,7 +134,7 @@ def test_a_request_without_speculation_has_no_tree() -> None:
 def test_no_tree_has_more_nodes_than_both_workers_accept(
     speculation: Speculation, of_target: int, of_draft: int
 ) -> None:
-    """Weights stream past for long, so that as many as there may be would be best."""
+    """Streaming weights takes long, so the largest possible trees would be best."""
     wide = CostCurve((1, 1025), (10.0, 10.1))
     world = MadeRounds(sweep=wide)
     world.play(5)
@@ -220,7 +220,7 @@ def test_sent_nodes_are_a_part_of_the_grown_tree_with_parents_first() -> None:
 def test_an_invalid_curve_is_ignored_with_one_warning_and_requests_continue(
     bad: CostCurve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a target whose info is sound and whose verdicts are not: what was known before goes on to hold."""
+    """Of a target whose info is valid and whose verdicts are not: what was known before remains valid."""
     sound = MadeRounds().play(10)
     caplog.clear()
     world = MadeRounds()

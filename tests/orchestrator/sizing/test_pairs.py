@@ -59,7 +59,7 @@ def test_growth_stops_before_a_sudden_drop_of_acceptance_and_still_begins(tokens
 
 @pytest.mark.parametrize("tokens", [0.0, 0.01, 0.3, 0.69, 0.71, 2.0, 50.0])
 def test_a_first_step_is_made_while_it_pays_and_prices_are_finite(tokens: float) -> None:
-    """A draft takes its first step for worth a token, whatever it is worth."""
+    """A draft makes its first step for the gain of a token, whatever it really gains."""
     bound = Margin().min_gain(tokens)
     assert np.isfinite(bound)
     assert bound >= 0

@@ -129,7 +129,7 @@ def test_sessions_of_other_orchestrators_count_while_they_share_sweeps() -> None
 def test_rows_left_out_and_contexts_do_not_count_as_other_sessions() -> None:
     times = RoundTimes()
     for _ in range(8):
-        made = outcome(rows=46, trees=2)  # 30 of another session; of 10 nodes 4 were left out, 10 of context beside
+        made = outcome(rows=46, trees=2)  # 30 of another session; of 10 nodes 4 were left out, and 10 of context
         times.observe(facts(2, num_context=10), replace(made, result=replace(made.result, left_out_nodes=(6, 7, 8, 9))))
     load = times.load(facts(2))
     assert load is not None

@@ -101,7 +101,7 @@ def test_sizes_are_stable_under_noise() -> None:
 
 
 def test_noise_does_not_make_trees_grow() -> None:
-    """Long sweeps are no reason for larger trees, nor short ones for smaller: medians are taken, not extremes."""
+    """Long sweeps are no reason for larger trees, or short ones for smaller: medians are used, not extremes."""
     quiet = mean_nodes(MadeRounds(sweep=STEEP).play(200)[50:])
     noisy = mean_nodes(MadeRounds(sweep=STEEP, noise=0.3).play(200)[50:])
     assert noisy == pytest.approx(quiet, rel=0.3)

@@ -196,7 +196,7 @@ def test_a_measured_sizer_decides_like_the_sizer_and_adds_up() -> None:
 
 
 async def test_a_blocked_event_loop_shows_as_lag() -> None:
-    """Whatever blocks the loop holds up every stream: a call that sleeps is as many late moments as fall into it."""
+    """All that blocks the loop delays every stream: a call that sleeps counts as all the late moments in it."""
     lag = LoopLag()
     async with lag.running():
         await asyncio.sleep(0)  # the measuring begins

@@ -1,4 +1,4 @@
-"""Calls are found in a text the same way in whatever pieces it comes, and nothing else of it is lost."""
+"""Calls are found however the text is divided, and nothing else of it is lost."""
 
 from __future__ import annotations
 

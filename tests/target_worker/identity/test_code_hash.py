@@ -1,4 +1,4 @@
-"""The code hash by which targets take over sessions: all code that computes, whatever its comments and layout."""
+"""The code hash by which targets take over sessions: all code that computes, without comments and layout."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def sweep(sessions: Sessions, stage: OffloadedKV, streams: FakeStreams, batch: B
                 streams.compute(lambda layer=layer: wrong.extend(compute(sessions, staged, layer)))
                 if layer == last:
                     raise GivenUp
-        streams.compute_event().synchronize()  # as whoever wants the logits does
+        streams.compute_event().synchronize()  # as the caller that wants the logits does
     return wrong
 
 

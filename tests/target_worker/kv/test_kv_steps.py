@@ -53,7 +53,7 @@ class Session:
 
 
 def verdicts(model: StreamedModel, num_sessions: int, step: int, num_rows: int) -> tuple[list[list[Verdict]], int]:
-    """Of each session to its end, and how often one gave way."""
+    """Of each session to its end, and how often one was preempted."""
     shape, clock = model.skeleton.kv_shape(), Clock()
     pool = SlotPool(KVArena(shape, shape.empty(num_rows, CPU)), 60.0, clock, step)
     engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), pool, replace(LIMITS, kv_step=step), max_waiting=10)

@@ -78,7 +78,7 @@ def salted(call: VerifyCall, cache_salt: str) -> VerifyCall:
 
 @pytest.mark.parametrize("releases", [True, False])
 def test_calls_with_different_salts_share_no_work(model: FakeModel, engine: SweepEngine, releases: bool) -> None:
-    """Neither where they wait together, nor of what is held, nor of what nobody holds any more."""
+    """Neither if they wait together, nor of cached rows, nor of rows of ended sessions."""
     own = [[n, n + 10, n + 20] for n in range(4)]
     calls = [salted(verify_call(f"s{n}", [*SYSTEM, *own[n]]), f"tenant{n % 2}") for n in range(4)]
     with started(engine):

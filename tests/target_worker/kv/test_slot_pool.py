@@ -29,7 +29,7 @@ def pool(clock: Clock) -> SlotPool:
 
 
 def write(pool: SlotPool, session: SessionSlot, tokens: list[int]) -> None:
-    """Computes and commits tokens: keys and values that a reader can tell."""
+    """Computes and commits tokens: keys and values that a reader can recognise."""
     begin = session.slot.length
     for place, token in enumerate(tokens, begin):
         session.slot.keys[0, place], session.slot.values[0, place] = token, -token
@@ -141,7 +141,7 @@ def test_an_idle_session_gives_up_unused_rows_before_tokens(pool: SlotPool, cloc
 def test_a_slot_whose_copy_failed_does_not_stay_in_use(
     pool: SlotPool, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its call had failed, and counted as in flight: nobody else had the room again."""
+    """Its call had failed, and counted as running: its room stayed occupied."""
     use(pool, "a", text(64))
     with monkeypatch.context() as patched:
         patched.setattr(KVSlot, "fork", lambda *_: 1 / 0)

@@ -1,4 +1,4 @@
-"""Sessions of a model with recurrent layers: their states go on, back and to other sessions with the same bits."""
+"""Sessions of a model with recurrent layers: their states continue, return and are shared with the same bits."""
 
 from __future__ import annotations
 

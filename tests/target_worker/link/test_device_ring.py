@@ -163,7 +163,7 @@ def fail(*_: object) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_abandoned_sweep_leaves_no_trace(seed: int) -> None:
-    """What it has queued may still be computed when the next one begins, from slabs that nobody may then write into."""
+    """What it has queued may still be computed when the next one begins, from slabs that must not be written then."""
     with ring_over(FakeHost(), 2, seed) as (ring, streams):
         for given_up_at in range(len(INDICES)):
             parts = sweep(ring, streams, given_up_at)
@@ -215,7 +215,7 @@ class Recorded(EagerMode):
 
 @pytest.mark.parametrize("bits", [0, 4])
 def test_a_layer_reads_no_number_from_the_device(tiny: Path, tmp_path: Path, bits: int) -> None:
-    """Whatever comes back to the host stops the sweep, and the link after it. In float16 products are torch's."""
+    """Every transfer to the host stops the sweep, and the link after it. In float16 products are torch's."""
     folder = tiny
     if bits:
         folder = tmp_path / "packed"

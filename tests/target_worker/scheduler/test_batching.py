@@ -1,4 +1,4 @@
-"""What goes into a sweep: nobody starves, trees come before prompts, and equal beginnings are computed once."""
+"""The calls of a sweep: none starves, trees come before prompts, and equal prefixes are computed once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Call:
 
 
 def prompt(num_tokens: int, num_nodes: int = 1, start: int = 0) -> Call:
-    """All different from every other's, unless they start alike."""
+    """All different, unless they have a common prefix."""
     return Call(Text([*range(start, start + num_tokens)]), num_nodes)
 
 
@@ -218,7 +218,7 @@ def test_sharing_never_increases_work_or_delays_a_call_for_long(mix: list[tuple[
 @settings(max_examples=200)
 @given(st.integers(2, 10), st.integers(0, 400), st.integers(0, 40), st.integers(1, MAX_NODES))
 def test_waiting_for_anothers_work_delays_nobody(num_calls: int, common: int, own: int, nodes: int) -> None:
-    """Calls that begin alike: in time, by what sweeps take, no later than had each computed all of it."""
+    """Calls with a common prefix: by sweep times, no later than had each computed all of it."""
 
     def calls() -> list[Call]:
         return [Call(Text([*range(common), *range(1000 * n, 1000 * n + own)]), nodes) for n in range(1, num_calls + 1)]

@@ -337,7 +337,7 @@ def test_a_stopped_engine_leaves_no_waiting_caller(model: FakeModel, clock: Cloc
 
 
 def test_calls_to_a_stopped_engine_are_refused(model: FakeModel, clock: Clock) -> None:
-    """Such a call once waited for an answer for ever."""
+    """Such a call once waited for an answer forever."""
     with running(model, new_pool(clock)) as engine:
         engine.stop()
         for late in (engine.verify(verify_call("a", [1, 2])), engine.release(ScopedId("a"))):
@@ -366,7 +366,7 @@ def test_a_failed_verdict_only_affects_its_call(engine: SweepEngine, model: Fake
 def test_the_thread_survives_errors_before_a_sweep(
     engine: SweepEngine, model: FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It once ended, and every later call waited for ever."""
+    """It once ended, and every later call waited forever."""
     model.gate.clear()
     engine.verify(verify_call("z", [1], max_length=4))
     model.wait_for_sweep()

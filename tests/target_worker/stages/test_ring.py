@@ -155,7 +155,7 @@ async def test_frames_keep_their_order_and_wait_for_each_other() -> None:
         circle.members[2].may_compute.clear()
         sending = asyncio.create_task(circle.send(*headers, body=bytes(MIB)))
         await until(lambda: len(circle.members[1].seen) > 5)
-        await asyncio.sleep(3.0)  # longer than a link may be silent, while nobody reads it
+        await asyncio.sleep(3.0)  # longer than a link may be silent, while it is not read
         num_before = len(circle.members[1].seen)
         assert num_before < 20
         circle.members[2].may_compute.set()

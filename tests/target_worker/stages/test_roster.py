@@ -47,7 +47,7 @@ class Head:
         return self.roster
 
     def renew(self, seconds: float, *stage_ids: str) -> None:
-        """Let time pass in which these stages go on calling."""
+        """Let time pass in which these stages keep calling."""
         for _ in range(math.ceil(seconds)):
             self.now += 1.0
             for stage_id in stage_ids:

@@ -138,7 +138,7 @@ async def test_a_stream_has_the_events_of_its_items_in_order(endpoint: HttpStack
 
 
 async def test_a_conversation_gives_the_same_prompt_as_a_chat(endpoint: HttpStack) -> None:
-    """Whatever form its items have."""
+    """For any form of its items."""
     said = [
         {"role": "system", "content": "a"},
         {"role": "user", "content": "bc"},
