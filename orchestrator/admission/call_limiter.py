@@ -35,6 +35,7 @@ class CallLimiter(Drainer):
         super().__init__()
         self._admission = admission
         self._largest_context = largest_context
+        self.spare_calls = SPARE_CALLS
         self._failed: Counter[str] = Counter() if failed is None else failed
         self._calls: Counter[str] = Counter()  # by method, or OTHERS
         self._num_bytes = 0
@@ -71,7 +72,7 @@ class CallLimiter(Drainer):
             raise ContextExceeded(
                 "message", f"must have at most {most_bytes} bytes", f"{num_bytes}, so the {TOO_LONG} {context} tokens"
             )
-        most_generating = admission.max_running + admission.max_waiting + SPARE_CALLS
+        most_generating = admission.max_running + admission.max_waiting + self.spare_calls
         most = {GENERATE: most_generating, TOKENIZE: MAX_TOKENIZING}.get(kind, MAX_OTHER_CALLS)
         if (num_calls := self._calls[kind]) >= most:
             what = "requests run and wait, which is above" if kind == GENERATE else "calls are being answered, which is"

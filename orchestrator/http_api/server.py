@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from http import HTTPStatus
@@ -32,6 +32,11 @@ FRAMINGS = {b"content-length", b"transfer-encoding"}
 GRACE_SECONDS = 2  # for sending answers when the server ends; requests have ended before
 
 
+def most_connections() -> int:
+    """Limit of open connections: at most half of the process's file descriptors, as workers and gRPC need some."""
+    return connection_limit(num_descriptors=2)
+
+
 @asynccontextmanager
 async def http_serving(
     host: str,
@@ -40,13 +45,15 @@ async def http_serving(
     tls: CurrentContext | None = None,
     stalled_seconds: float = 0.0,
     leaving: asyncio.Event | None = None,
+    idle_seconds: float = IDLE_SECONDS,
+    limit: Callable[[], int] = most_connections,
 ) -> AsyncIterator[int]:
     """Serve during the block, and yield the port; port 0 takes a free one, and `leaving` closes it early.
 
-    A connection whose peer does not read is closed after `stalled_seconds`, at least `IDLE_SECONDS`.
+    A connection whose peer does not read is closed after `stalled_seconds`, at least `idle_seconds`.
     Raises ConfigError if the port is in use, or the host is not an address of this machine.
     """
-    listener, protocol = _listener(host, port), partial(_Protocol, stalled_seconds=stalled_seconds)
+    listener, protocol = _listener(host, port), partial(_Protocol, stalled_seconds=stalled_seconds, limit=limit)
     config = uvicorn.Config(
         app,
         http=cast(type[asyncio.Protocol], protocol),
@@ -57,13 +64,13 @@ async def http_serving(
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=IDLE_SECONDS,
+        timeout_keep_alive=idle_seconds,  # type: ignore[arg-type]  # uvicorn only adds it to a time
         timeout_graceful_shutdown=GRACE_SECONDS,
         backlog=MAX_ACCEPTED,
     )
     server = _HttpServer(config, leaving or asyncio.Event())
     if tls is not None:
-        handshakes = Handshakes(protocol, tls, server.server_state.connections, most_connections)
+        handshakes = Handshakes(protocol, tls, server.server_state.connections, limit)
         config.http = cast(type[asyncio.Protocol], handshakes)
     bound = int(listener.getsockname()[1])
     serving = asyncio.create_task(server.serve([listener]))
@@ -124,11 +131,6 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def most_connections() -> int:
-    """Limit of open connections: at most half of the process's file descriptors, as workers and gRPC need some."""
-    return connection_limit(num_descriptors=2)
-
-
 class _Protocol(H11Protocol):
     """Closes idle, unread or excess connections.
 
@@ -137,10 +139,11 @@ class _Protocol(H11Protocol):
     runs while answers are not read: otherwise a client could keep a connection by sending requests without reading.
     """
 
-    def __init__(self, *args: Any, stalled_seconds: float = 0.0, **settings: Any) -> None:
+    def __init__(self, *args: Any, stalled_seconds: float, limit: Callable[[], int], **settings: Any) -> None:
         """`stalled_seconds` limits the time in which answers are not read; at least the idle limit applies."""
         super().__init__(*args, **settings)
         self._stalled_seconds = max(stalled_seconds, self.timeout_keep_alive)
+        self._limit = limit
         self._stalled: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None  # since the client has closed its side
 
@@ -148,7 +151,7 @@ class _Protocol(H11Protocol):
         """Start the idle timer also for a connection that never sends anything."""
         super().connection_made(transport)
         self._start_timer()
-        if len(self.connections) > most_connections():
+        if len(self.connections) > self._limit():
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.http_api.app import http_app
-from orchestrator.http_api.server import http_serving
+from orchestrator.http_api.server import IDLE_SECONDS, http_serving
 from orchestrator.serving.tenants import Callers
 from orchestrator.telemetry.metrics import OrchestratorCollector
 from tests.fakes.simulated import pair_of
@@ -79,7 +79,9 @@ def error_of(response: httpx.Response) -> Json:
 
 
 @asynccontextmanager
-async def http_stack(folder: Path, stalled_seconds: float = 0.0, **profile: Any) -> AsyncIterator[HttpStack]:
+async def http_stack(
+    folder: Path, stalled_seconds: float = 0.0, idle_seconds: float = IDLE_SECONDS, **profile: Any
+) -> AsyncIterator[HttpStack]:
     """Serve the HTTP API for the duration of the block; `profile` changes fields of the simulated workers' profile."""
     pair = pair_of(folder, **profile)
     async with simulated_stack(folder, pair) as stack:
@@ -93,7 +95,7 @@ async def http_stack(folder: Path, stalled_seconds: float = 0.0, **profile: Any)
             await app(scope, receive, send)
 
         async with (
-            http_serving("127.0.0.1", 0, noted, stalled_seconds=stalled_seconds) as port,
+            http_serving("127.0.0.1", 0, noted, stalled_seconds=stalled_seconds, idle_seconds=idle_seconds) as port,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
         ):
             yield HttpStack(stack, client, port, transports)

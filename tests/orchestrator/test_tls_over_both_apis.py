@@ -163,7 +163,7 @@ async def test_https_at_the_plain_http_port_ends_at_once(tmp_path: Path) -> None
 async def test_handshakes_are_limited_in_number_and_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "most_connections", lambda: 2)
+    monkeypatch.setattr(server_module, "connection_limit", lambda **_: 2)
     monkeypatch.setattr("bough.security.tls.HANDSHAKE_SECONDS", 2.0)
     async with endpoint_with(tmp_path) as endpoint, endpoint.http(context_of(AUTHORITY)) as http:
         port = httpx.URL(endpoint.orchestrator.requests.http_url).port

@@ -15,7 +15,6 @@ from bough.config.addresses import free_port
 from bough.security.certificates import CertificateFiles
 from bough.security.tls import CurrentContext, Tls, server_context
 from deploy.index import TlsFront, most_connections
-from orchestrator.http_api import server
 from orchestrator.http_api.server import http_serving
 from tests.fakes.certificates import Authority
 from tests.fakes.waiting import until
@@ -69,12 +68,10 @@ async def until_closed(streams: list[Streams], num: int) -> None:
         await asyncio.gather(*reading, return_exceptions=True)
 
 
-async def test_handshakes_and_connections_of_the_http_port_are_counted_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_handshakes_and_connections_of_the_http_port_are_counted_together(tmp_path: Path) -> None:
     """Each had half of the descriptors, together all: the process had none left for its workers."""
-    monkeypatch.setattr(server, "most_connections", lambda: MOST)
-    async with http_serving("127.0.0.1", 0, PlainTextResponse("ok"), server_tls(tmp_path)) as port:
+    app, tls = PlainTextResponse("ok"), server_tls(tmp_path)
+    async with http_serving("127.0.0.1", 0, app, tls, limit=lambda: MOST) as port:
         context = client_tls(tmp_path)
         async with connected(port, 3, context) as whole, connected(port, 20) as silent, asyncio.timeout(SECONDS):
             await until_closed([*whole, *silent], 23 - MOST)

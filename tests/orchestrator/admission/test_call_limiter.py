@@ -23,7 +23,6 @@ from bough.rpc import server
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import StaticShape
 from orchestrator import service
-from orchestrator.admission import call_limiter as module
 from orchestrator.admission.admission import Admission
 from orchestrator.admission.call_limiter import (
     BYTES_PER_TOKEN,
@@ -65,12 +64,10 @@ async def test_a_message_larger_than_any_prompt_is_not_decoded(stage: Stage, dec
         assert len(decoded) == 1
 
 
-async def test_a_call_beyond_the_limit_is_not_decoded(
-    stage: Stage, decoded: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "SPARE_CALLS", 0)
+async def test_a_call_beyond_the_limit_is_not_decoded(stage: Stage, decoded: list[int]) -> None:
     stage.target.may_answer.clear()
     async with orchestrating(stage, "--max-running", "1", "--max-waiting", "1") as orchestrator:
+        orchestrator.requests.call_limiter.spare_calls = 0
         running = [asyncio.create_task(finish(orchestrator)) for _ in range(2)]
         await until(lambda: orchestrator.requests.loads().num_requests_waiting)
         with pytest.raises(Exhausted, match="2 requests run and wait") as caught:
@@ -137,13 +134,13 @@ async def test_streams_continue_while_a_long_list_is_read(stage: Stage, monkeypa
         assert (await slow).usage.prompt_tokens == 20_000
 
 
-async def test_both_apis_share_one_limit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_both_apis_share_one_limit(stage: Stage) -> None:
     """Each once counted its own, so that twice as many could be decoded and held as may."""
-    monkeypatch.setattr(module, "SPARE_CALLS", 0)
     stage.target.may_answer.clear()
     body = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
     flags = ("--max-running", "1", "--max-waiting", "1", "--http-port", "0")
     async with orchestrating(stage, *flags) as orchestrator, httpx.AsyncClient(timeout=60) as client:
+        orchestrator.requests.call_limiter.spare_calls = 0
         url = f"{orchestrator.requests.http_url}/v1/completions"
         running = asyncio.create_task(finish(orchestrator))
         await until(lambda: orchestrator.requests.loads().num_requests_running)

@@ -71,7 +71,7 @@ async def test_choices_that_do_not_fit_now_are_all_refused_before_one_begins(
     running.cancel()
     await until(lambda: not requests.streams)
     assert len((await endpoint.answer(COMPLETIONS, TEXT | {"max_tokens": 1, "n": 3}))["choices"]) == 3
-    assert (admission._num_free, admission.num_waiting) == (2, 0)
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
 
 
 async def test_choices_that_have_not_begun_are_counted(endpoint: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,5 +123,5 @@ async def test_a_client_that_leaves_releases_the_turns_of_all_choices(
     asking = asyncio.create_task(endpoint.client.post(COMPLETIONS, json=TEXT | {"max_tokens": 4000, "n": 4}))
     await until(lambda: admission.num_waiting == 3)
     asking.cancel()
-    await until(lambda: not admission.num_waiting and admission._num_free)
+    await until(lambda: not admission.num_waiting and not admission.num_running)
     assert (await endpoint.answer(COMPLETIONS, TEXT | {"max_tokens": 1}))["choices"]

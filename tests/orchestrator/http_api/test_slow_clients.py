@@ -9,8 +9,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import httpx
 import pytest
@@ -49,6 +48,11 @@ class App:
         if is_stream:
             await send({"type": "http.response.body"})
 
+    @property
+    def lost(self) -> list[asyncio.Transport]:
+        """Connections of requests that have ended, with all that was not sent."""
+        return [each for each in {*self.transports} if each.is_closing() and not each.get_write_buffer_size()]
+
 
 @pytest.fixture
 def app() -> App:
@@ -56,9 +60,8 @@ def app() -> App:
 
 
 @pytest.fixture
-async def port(app: App, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
-    monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
-    async with http_serving("127.0.0.1", 0, app) as port:
+async def port(app: App) -> AsyncIterator[int]:
+    async with http_serving("127.0.0.1", 0, app, idle_seconds=0.3) as port:
         yield port
 
 
@@ -171,33 +174,22 @@ async def test_an_answer_may_take_long(port: int, app: App) -> None:
     writer.close()
 
 
-async def test_a_connection_that_is_reset_is_forgotten(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_is_reset_is_forgotten(app: App) -> None:
     """Its timer kept it, and what it had sent, for as long as an idle one may stay; no bound counted it."""
-    kept: WeakSet[asyncio.Protocol] = WeakSet()
-
-    class Seen(server._Protocol):
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **settings)
-            kept.add(self)
-
-    monkeypatch.setattr(server, "_Protocol", Seen)
     async with http_serving("127.0.0.1", 0, app) as port:
-        _, writer = await connected(port, b"GET /half a head")
-        await until(lambda: kept)
+        _, writer = await connected(port, WHOLE + b"GET /half a head")
+        await until(lambda: app.transports)
+        kept = ref(app.transports[0].get_protocol())
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.transport.abort()
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while kept:
+            while kept() is not None:
                 gc.collect()
                 await asyncio.sleep(0.01)
 
 
-async def test_of_too_many_connections_the_longest_idle_one_is_closed(
-    port: int, app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "IDLE_SECONDS", 300)
-    monkeypatch.setattr(server, "most_connections", lambda: 3)
-    async with http_serving("127.0.0.1", 0, app) as port:
+async def test_of_too_many_connections_the_longest_idle_one_is_closed(port: int, app: App) -> None:
+    async with http_serving("127.0.0.1", 0, app, idle_seconds=300, limit=lambda: 3) as port:
         busy = await connected(port, WHOLE.replace(b"quick", b"slow"))
         await until(lambda: app.num_waiting)
         first, second = await connected(port, b"GET /ha"), await connected(port)
@@ -213,11 +205,8 @@ async def test_of_too_many_connections_the_longest_idle_one_is_closed(
             writer.close()
 
 
-async def test_a_connection_beyond_the_limit_is_refused_if_all_are_busy(
-    app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "most_connections", lambda: 2)
-    async with http_serving("127.0.0.1", 0, app) as port:
+async def test_a_connection_beyond_the_limit_is_refused_if_all_are_busy(app: App) -> None:
+    async with http_serving("127.0.0.1", 0, app, limit=lambda: 2) as port:
         busy = [await connected(port, WHOLE.replace(b"quick", b"slow")) for _ in range(2)]
         await until(lambda: app.num_waiting >= 2)
         said = await until_closed(*await connected(port))
@@ -252,55 +241,39 @@ async def unread(port: int, sent: bytes) -> AsyncIterator[socket.socket]:
         yield connection
 
 
-@pytest.fixture
-def lost(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Protocol]:
-    """The server's connections that have ended."""
-    ended: list[asyncio.Protocol] = []
-
-    class Seen(server._Protocol):
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            ended.append(self)
-
-    monkeypatch.setattr(server, "_Protocol", Seen)
-    return ended
-
-
 @pytest.mark.parametrize(
     "sent",
     [LONG, PIECES, LONG + WHOLE, LONG + closing(WHOLE), closing(LONG), LONG + b"no\n\n"],
     ids=["one", "a stream", "another after it", "the last of the connection", "the only one", "none"],
 )
-async def test_unread_answers_occupy_no_connection(
-    lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
-    """A request after one whose answer was not read occupied its connection forever, and so every connection."""
-    monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
-    async with http_serving("127.0.0.1", 0, app) as port, unread(port, sent), asyncio.timeout(PATIENCE_SECONDS):
-        await until(lambda: lost)
+async def test_unread_answers_occupy_no_connection(app: App, sent: bytes) -> None:
+    """A request after one whose answer was not read held its connection for ever, and all of them anybody's."""
+    async with (
+        http_serving("127.0.0.1", 0, app, idle_seconds=0.3) as port,
+        unread(port, sent),
+        asyncio.timeout(PATIENCE_SECONDS),
+    ):
+        await until(lambda: app.lost)
 
 
-async def test_a_client_that_reads_no_answers_is_closed(
-    lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_reads_no_answers_is_closed(app: App) -> None:
     """Otherwise it counts as busy, and new connections are refused."""
-    monkeypatch.setattr(server, "most_connections", lambda: 1)
-    async with http_serving("127.0.0.1", 0, app) as port, unread(port, LONG + WHOLE):
-        await asyncio.sleep(0.2)  # in which it comes to the second request; before that it is closed too
+    async with http_serving("127.0.0.1", 0, app, limit=lambda: 1) as port, unread(port, LONG + WHOLE):
+        await asyncio.sleep(0.2)  # in which it comes to the second request; before that it gives way too
         reader, writer = await connected(port, WHOLE)
         assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
-        assert len(lost) == 1
+        assert len(app.lost) == 1
         writer.close()
 
 
-async def test_a_stream_may_stall_as_long_as_configured(
-    lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stream_may_stall_as_long_as_configured(app: App) -> None:
     """An answer that is being written has a limit of its own, which may be longer than that of idleness."""
-    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
-    async with http_serving("127.0.0.1", 0, app, stalled_seconds=60.0) as port, unread(port, PIECES) as connection:
+    async with (
+        http_serving("127.0.0.1", 0, app, idle_seconds=0.2, stalled_seconds=60.0) as port,
+        unread(port, PIECES) as connection,
+    ):
         await asyncio.sleep(0.6)
-        assert not lost
+        assert not app.lost
         reader, writer = await asyncio.open_connection(sock=connection.dup())
         async with asyncio.timeout(PATIENCE_SECONDS):
             await reader.readuntil(b"\r\n\r\n")

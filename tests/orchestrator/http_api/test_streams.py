@@ -165,11 +165,8 @@ async def test_without_a_target_requests_are_refused(endpoint: HttpStack, monkey
     assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
 
 
-async def test_a_client_that_stops_reading_loses_its_connection_and_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
-    async with http_stack(tmp_path, stalled_seconds=0.2) as endpoint:
+async def test_a_client_that_stops_reading_loses_its_connection_and_place(tmp_path: Path) -> None:
+    async with http_stack(tmp_path, stalled_seconds=0.2, idle_seconds=0.2) as endpoint:
         content = json.dumps(ENDLESS | {"stream": True, "logprobs": True, "top_logprobs": 20}).encode()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
