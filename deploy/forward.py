@@ -127,7 +127,7 @@ class WaitingForwarder:
                     await asyncio.sleep(AGAIN_SECONDS)
                 await self._is_open.wait()
         except TimeoutError:
-            return f"{CLOSED}, and has not come in {OPENING_SECONDS:g} s"
+            return f"{CLOSED}, and has not arrived in {OPENING_SECONDS:g} s"
         finally:
             self._num_waiting -= 1
         return ""

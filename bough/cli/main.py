@@ -23,7 +23,7 @@ from bough.config.flag_parser import FlagParser, checked, flags_from
 from bough.config.parsers import number
 from bough.errors import BoughError, ConfigError
 from bough.runtime.exit_status import EXIT_SIGNAL, MEANINGS, MISUSED, status_of
-from bough.runtime.log_lines import say_error, tell
+from bough.runtime.log_lines import report, say_error
 
 EXIT_PIPE = EXIT_SIGNAL + signal.SIGPIPE  # the shell's status for SIGPIPE, which Python ignores
 
@@ -139,7 +139,7 @@ class _Warnings(logging.Handler):
     """Prints warnings, such as those of the client about lost connections, on two lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tell(record.getMessage())
+        report(record.getMessage())
 
 
 def _interrupt(*_: object) -> None:

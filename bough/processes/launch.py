@@ -297,7 +297,7 @@ async def _follow(cluster: Cluster, registry: Registry, say: Say) -> None:
     draft, began = cluster.children.get(DRAFT), time.monotonic()
     if draft is None or draft.last_line() != COMPILING:
         return
-    say(f"{draft.title} is still {COMPILING}: until it is ready, answers come more slowly")
+    say(f"{draft.title} is still {COMPILING}: until it is ready, answers are slower")
     if await _is_back(cluster, draft, registry):
         say(f"{draft.title} is ready after {time.monotonic() - began:.1f} s more; running answers use it too")
 

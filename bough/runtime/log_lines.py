@@ -55,7 +55,7 @@ def say_error(error: object) -> None:
     say(*quoted_lines(f"error: {error}"), file=sys.stderr)
 
 
-def tell(text: str) -> None:
+def report(text: str) -> None:
     """Print lines on standard error, on a new line if text is being printed."""
     sys.stdout.flush()
     begin = [""] if sys.stdout.isatty() and sys.stderr.isatty() else []

@@ -97,10 +97,10 @@ class WatchedFiles(Generic[Value]):
             try:
                 self.value = self._load()
             except ConfigError as exc:
-                logger.error("%s; the previous contents stay in force", exc)
+                logger.error("%s; the previous contents remain in force", exc)
                 return
             except Exception:  # later changes must be found too
-                logger.exception("%s cannot be read; the previous contents stay in force", self._name)
+                logger.exception("%s cannot be read; the previous contents remain in force", self._name)
                 return
             logger.info("%s has been reloaded", self._name)
 

@@ -84,11 +84,11 @@ def _reason(decision: Decision) -> str:
         case Mode.DRAFT if is_better:
             return f"drafting pays: {rates}"
         case Mode.DRAFT:
-            return f"drafting goes on: {rates} is not reason enough to stop"
+            return f"drafting continues: {rates} is not reason enough to stop"
         case Mode.LOOKUP if is_better:
             return f"no draft: {rates} is not reason enough to begin"
         case Mode.LOOKUP if decision.draft_rate == decision.plain_rate:
-            return f"no draft to ask: {decision.plain_rate:.3g} tokens/s plain"
+            return f"no draft: {decision.plain_rate:.3g} tokens/s plain"
         case Mode.LOOKUP:
             return f"drafting does not pay: {rates}"
 

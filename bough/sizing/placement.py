@@ -353,17 +353,17 @@ def place_with(
     room = [other.num_layers(largest) for other in others]
     num_own = _most_own(num_layers, largest, fixed, budgets)
     num_elsewhere = min(sum(room), num_layers - num_own)
-    beside = _beside(fixed, num_layers, num_elsewhere)
+    own_fixed = _own_fixed(fixed, num_layers, num_elsewhere)
     if num_own + num_elsewhere == num_layers:
-        rest = Placement((Tier.RESIDENT,) * num_own, (largest,) * num_own, beside, 0)
+        rest = Placement((Tier.RESIDENT,) * num_own, (largest,) * num_own, own_fixed, 0)
         return _merged(tuple(layer_bytes), rest, num_elsewhere, room, others[0].hop_bytes)
     own = num_layers - num_elsewhere
     if parts := _first(apart, layer_bytes, own):
-        rest = place_with_expert_cache(layer_bytes[:own], parts, beside, budgets, from_host, is_forced)
+        rest = place_with_expert_cache(layer_bytes[:own], parts, own_fixed, budgets, from_host, is_forced)
         if rest.expert_bytes:
             tiers, sizes = rest.tiers + (Tier.ELSEWHERE,) * num_elsewhere, (*rest.layer_bytes, *layer_bytes[own:])
             return replace(rest, tiers=tiers, layer_bytes=sizes, others=_filled(room, num_elsewhere))
-    rest = place([largest] * own, beside, budgets)
+    rest = place([largest] * own, own_fixed, budgets)
     return _merged(tuple(layer_bytes), rest, num_elsewhere, room, others[0].hop_bytes)
 
 
@@ -384,11 +384,11 @@ def _first(apart: SeparateExperts | None, layer_bytes: Sequence[int], count: int
 def _most_own(num_layers: int, largest: int, fixed: Fixed, budgets: Budgets) -> int:
     """The most layers that fit on the first accelerator if nothing streams."""
     counts = range(min(num_layers, budgets.max_resident), 0, -1)
-    fits = (n for n in counts if _beside(fixed, num_layers, num_layers - n).total + n * largest <= budgets.device)
+    fits = (n for n in counts if _own_fixed(fixed, num_layers, num_layers - n).total + n * largest <= budgets.device)
     return next(fits, 0)
 
 
-def _beside(fixed: Fixed, num_layers: int, num_elsewhere: int) -> Fixed:
+def _own_fixed(fixed: Fixed, num_layers: int, num_elsewhere: int) -> Fixed:
     """`fixed` without the KV of layers that are elsewhere.
 
     Buffers for KV on the host have the size of two layers for any number of layers, so they stay.

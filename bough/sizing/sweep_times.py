@@ -223,9 +223,9 @@ class RowAverages:
     Between and beyond buckets, the value is the shape times the interpolated ratio. Values never decrease with rows:
     buckets that violate this are pooled.
 
-    When `CHANGE_RUN` consecutive samples of known buckets deviate alike, by at least `CHANGE_STEP` and by more than
+    When `CHANGE_RUN` consecutive samples of known buckets deviate equally, by at least `CHANGE_STEP` and by more than
     usual, or `CLEAR_RUN` by far more, the quantity has changed as a whole: earlier samples are scaled by the median
-    deviation, and new ones soon outweigh them. Consecutive outliers seldom deviate alike; if they do, the samples that
+    deviation, and new ones soon outweigh them. Consecutive outliers seldom agree; if they do, the samples that
     follow change it back.
     """
 

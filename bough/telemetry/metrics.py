@@ -105,11 +105,11 @@ def _bound(server: WSGIServer, context: Callable[[], ssl.SSLContext] | None) -> 
             ends.pop(connection, None)
             connection.close()
 
-    def tell(_: Any, peer: Any) -> None:
+    def log_error(_: Any, peer: Any) -> None:
         logger.warning("/metrics could not be served to %s: %s", peer, sys.exception())
 
     # The server calls service_actions twice a second.
-    vars(server).update(get_request=accept, service_actions=end_overdue, close_request=close, handle_error=tell)
+    vars(server).update(get_request=accept, service_actions=end_overdue, close_request=close, handle_error=log_error)
 
 
 def _as_plain_text(app: WSGIApplication) -> WSGIApplication:

@@ -83,7 +83,7 @@ class GrowJob:
 
     def segments(self) -> list[Segment]:
         """The context that is not cached yet, or a part of it, and then the frontier."""
-        self.session.mend()
+        self.session.drop_partial()
         context = [self.session.pending()] if self.session.num_pending else []
         self.num_context = sum(map(len, context))
         if self.num_context < self.session.num_pending:

@@ -77,8 +77,8 @@ class DraftSession:
         self.slot.roll_back(self.slot.length)  # or less, after a step that failed midway
         tokens = [*self.tokens[: context.context_start], *context.tokens]
         is_same = tokens[: len(self.tokens)] == self.tokens
-        stands = is_same and self.num_pending == 0  # whether cached expansions are still below the text
-        if stands:
+        is_continued = is_same and self.num_pending == 0  # whether cached expansions are still below the text
+        if is_continued:
             new_tokens = [*tokens[len(self.tokens) :], call.root_token]
             self._observe(new_tokens)
             self._follow(new_tokens)
@@ -91,9 +91,9 @@ class DraftSession:
         if not self.has_room(growth.depth):
             self.start = len(tokens) - min(len(tokens), self._window.kept(growth.depth))
             self.slot.roll_back(0)
-            stands = False
+            is_continued = False
         # Not num_pending: if the text became shorter, or the window is empty, no token needs to be run again.
-        if not stands or guessing != self.guessing:
+        if not is_continued or guessing != self.guessing:
             self.forget_expansions()
         self.explored.power, self._scaling = scaling.power, scaling
         self.guessing, self.grown = guessing, None
@@ -119,7 +119,7 @@ class DraftSession:
         """Number of committed tokens in the window that the model has not been run on."""
         return len(self.tokens) - self.start - self.slot.length
 
-    def mend(self) -> None:
+    def drop_partial(self) -> None:
         """Drop partial results of a step that failed midway; the model is then run on these tokens again.
 
         Raises Unavailable if the growing tree is below them; the session's next tree starts over.

@@ -63,12 +63,12 @@ class Stream:
         """Whether another call has taken over the request or session."""
         return isinstance(self.error, StaleEpoch) and not self.is_closed
 
-    def leave(self, tell: Callable[[ScopedId], None]) -> None:
-        """Leave the session to the call that superseded this one; `tell` gets the session that it runs."""
+    def leave(self, notify: Callable[[ScopedId], None]) -> None:
+        """Leave the session to the call that superseded this one; `notify` gets the session that it runs."""
         if self._successor is None:
-            self._left = tell
+            self._left = notify
         else:
-            tell(self._successor)
+            notify(self._successor)
 
     def succeeded_by(self, session_id: ScopedId) -> None:
         """Note which session the superseding call runs; empty if none."""

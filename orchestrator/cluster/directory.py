@@ -204,7 +204,7 @@ class Directory:
         """Targets without a problem, including those that are paused after a fault."""
         return tuple(known for known in self._targets.values() if not known.problem)
 
-    def alike(self, identity: str, weights_hash: str, max_context: int, max_nodes: int) -> tuple[TargetHandle, ...]:
+    def matching(self, identity: str, weights_hash: str, max_context: int, max_nodes: int) -> tuple[TargetHandle, ...]:
         """The targets that give the same tokens, and accept sessions and trees of these sizes."""
         same = with_weights([known for known in self.targets if known.info.identity == identity], weights_hash)
         return tuple(k for k in same if k.info.max_context >= max_context and k.info.max_nodes >= max_nodes)
@@ -294,7 +294,7 @@ class Directory:
             records = await self.registry.workers()
         except Unavailable as exc:
             if not self.index_problem:
-                logger.warning("%s; going on with the workers last known", exc)
+                logger.warning("%s; continuing with the workers last known", exc)
             self.index_problem = str(exc)
             return
         self.index_problem = ""

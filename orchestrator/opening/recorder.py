@@ -224,7 +224,7 @@ class Recorder:
         try:
             await self._registry.record_request(request, log.num_written)
         except StaleEpoch as exc:
-            logger.warning("%s: another session has its name, so it cannot be resumed; the session goes on", exc)
+            logger.warning("%s: another session has its name, so it cannot be resumed; the session continues", exc)
             if log.epoch == request.epoch:
                 log.refused_request_id = request.request_id
 

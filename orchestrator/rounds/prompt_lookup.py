@@ -328,7 +328,7 @@ class PromptLookup:
         return grow_continuations(self._text, drafted, limits, self._log_prob)
 
     def observe(self, guesses: Guesses, chosen: Sequence[int]) -> None:
-        """Learn from the tokens that the target chose below the root, for guesses that were sent and others alike."""
+        """Learn from the tokens that the target chose below the root, for guesses that were sent and for others."""
         tree = guesses.tree
         for node, token in zip((0, *tree.along(chosen)), chosen, strict=False):
             for child in np.flatnonzero(tree.parents == node).tolist():

@@ -185,7 +185,7 @@ def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -
     """Check a draft worker's tree like any other untrusted input. Raises InvalidTree."""
     tree.validate(vocab_size, plan.growth.budget, plan.scheme)
     if not plan.scheme.is_sampled and not (tree.draft_probs is None and tree.draws is None):
-        raise InvalidTree("tree.draft_probs", "must be left out, with draws, as no sample was asked for")
+        raise InvalidTree("tree.draft_probs", "must be left out, with draws, as no sample was requested")
     if (depth := int(tree.depths().max())) > plan.growth.depth:
         raise InvalidTree("tree", f"must have at most {plan.growth.depth} levels", depth)
     if int(tree.tokens[0]) != root_token:

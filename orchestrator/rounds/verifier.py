@@ -204,7 +204,7 @@ class Verifier:
         limit = at_home + max(waited_seconds, expected_wait(home.speed, home.num_running, at_home))
         others = [
             target
-            for target in self.directory.alike(*session.required_target, session.max_length, num_nodes)
+            for target in self.directory.matching(*session.required_target, session.max_length, num_nodes)
             if target is not home
             and target.is_usable_by(session.session_id)
             and not target.is_leaving
@@ -281,8 +281,8 @@ class Verifier:
         It must have just answered: if it stops answering during the next call, that call may be the cause. Raises
         BoughError if the call has failed at every target.
         """
-        alike = self.directory.alike(*session.required_target, session.max_length, num_nodes)
-        untried = [target for target in alike if target.record.worker_id not in trouble.failed_at]
+        matching = self.directory.matching(*session.required_target, session.max_length, num_nodes)
+        untried = [target for target in matching if target.record.worker_id not in trouble.failed_at]
         if trouble.failed_at and not untried:
             raise BoughError(f"this request fails at every target with its model, the last with: {exc}") from exc
         usable = [target for target in untried if target.is_usable]

@@ -71,7 +71,7 @@ class WorkerTimes:
             curve.validate("cost")
         except InvalidCurve as exc:
             if not self.has_warned:
-                logger.warning("%s: %s; going on with what was known before", worker_id, exc)
+                logger.warning("%s: %s; continuing with what was known before", worker_id, exc)
             self.has_warned = True
         else:
             self.curve = curve

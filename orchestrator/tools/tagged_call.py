@@ -285,8 +285,8 @@ def _alternatives(schema: Schema, root: Schema) -> list[Schema]:
         listed = [_referred(given, root)] if key == "$ref" else given if isinstance(given, list) else []
         within = [one for one in listed if isinstance(one, dict)]
         if within and len(within) == len(listed) and (len(within) == 1 or key in ("anyOf", "oneOf")):
-            beside = {name: value for name, value in schema.items() if name != key}
-            return [beside | one for one in within]
+            others = {name: value for name, value in schema.items() if name != key}
+            return [others | one for one in within]
     return []
 
 

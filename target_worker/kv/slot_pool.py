@@ -180,7 +180,7 @@ class SlotPool:
         """Whether sessions may share prefixes of any length; sessions with states cannot."""
         return not self._index.arena.most_slots
 
-    def mend(self, session: SessionSlot) -> None:
+    def drop_partial(self, session: SessionSlot) -> None:
         """Drop partial results of a sweep that failed midway."""
         self._index.roll_back(session, session.slot.length)
 

@@ -291,7 +291,7 @@ class SweepEngine:
         """Drop partial results of a sweep that failed midway; they are computed again."""
         before = job.session.slot.length
         try:
-            self.pool.mend(job.session)
+            self.pool.drop_partial(job.session)
         except Exception as exc:  # as above; the session's states are marked, and dropped when it calls again
             logger.exception("a session could not be rolled back after a failed sweep")
             self._calls.drop(job.call.context.session_id, exc)

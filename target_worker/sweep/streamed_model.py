@@ -411,7 +411,7 @@ def compute_curve(
     """Predict the seconds of computing in a sweep: the head, plus `num_layers` times one layer.
 
     `one_layer` passes a number of tokens, at most `most_tokens`, through one layer with a sweep's own kernels and
-    threads. All layers are assumed to be alike, with weights that are outside caches or quick to read.
+    threads. All layers are assumed to be equal, with weights that are outside caches or quick to read.
     """
     began, seconds = clock(), dict[int, float]()
     least, most = counts.step, max(counts.step, min(counts.most, most_tokens) // counts.step * counts.step)

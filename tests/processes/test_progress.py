@@ -10,7 +10,7 @@ import pytest
 
 from bough.processes.launch import PendingProcesses
 from bough.processes.progress import ERASE_LINE, Progress, activation
-from bough.runtime.log_lines import tell
+from bough.runtime.log_lines import report
 
 
 class Terminal(io.StringIO):
@@ -52,7 +52,7 @@ def test_a_workers_progress_is_one_line_without_control_characters() -> None:
 
 
 def test_a_table_is_logged_in_lines_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    tell("memory:\n  target\x1b[2J 1 GB")
+    report("memory:\n  target\x1b[2J 1 GB")
     assert capsys.readouterr().err == "memory:\n  target\\x1b[2J 1 GB\n"
 
 

@@ -98,7 +98,7 @@ def test_files_are_read_again_and_a_mistake_keeps_the_old_ones(
     with caplog.at_level(logging.INFO):
         tls.refresh()
     assert tls.now is before
-    assert "the previous contents stay in force" in caplog.text
+    assert "the previous contents remain in force" in caplog.text
     AUTHORITY.pair("process", days=3.0).write(tmp_path, "process")
     with caplog.at_level(logging.INFO):
         tls.refresh()

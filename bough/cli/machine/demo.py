@@ -20,7 +20,7 @@ from bough.processes.launch import launched, supervised
 from bough.processes.progress import Progress
 from bough.protocol.decision import Decision
 from bough.protocol.generation import ChatPrompt, Event, GenerateOptions, Message, Speculation, Tokens, WorkerInfo
-from bough.runtime.log_lines import say, shown, tell
+from bough.runtime.log_lines import report, say, shown
 from bough.sizing.account import ratio
 
 GRID_TOKENS = 24  # tokens of each run that compares sizes
@@ -206,7 +206,7 @@ async def demo(arguments: argparse.Namespace) -> int:
         await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
     settings = divided(settings, report=lambda _: None)  # the last lines have the memory of each worker
     progress = Progress()
-    async with launched(settings, progress) as cluster, supervised(cluster, tell), cluster.client() as client:
+    async with launched(settings, progress) as cluster, supervised(cluster, report), cluster.client() as client:
         progress.clear()
         workers = {worker.info.kind: worker.info for worker in (await client.server_info()).workers}
         contest = await _run_all(client, arguments, workers["target"].max_nodes)

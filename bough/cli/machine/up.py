@@ -31,7 +31,7 @@ from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Settings, launched, supervised
 from bough.processes.progress import QUESTION, Progress, activation, bough_command, curl_command
 from bough.registry.connection import without_passwords
-from bough.runtime.log_lines import say, tell
+from bough.runtime.log_lines import report, say
 from bough.runtime.machine import free_memory, may_be_gpu
 from bough.security.access import Access
 from bough.security.keys import read_keys
@@ -69,11 +69,11 @@ async def up(arguments: argparse.Namespace) -> int:
         if str(demonstration_folder()) in models_of(settings):
             await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
         announce_first_start()
-    settings = divided(settings, tell)
+    settings = divided(settings, report)
     if placement_flags(settings.target.model, os.environ):
-        tell(STREAMED)
+        report(STREAMED)
     progress = Progress()
-    async with launched(settings, progress, draft_may_follow=True) as cluster, supervised(cluster, tell):
+    async with launched(settings, progress, draft_may_follow=True) as cluster, supervised(cluster, report):
         progress.clear()
         lines = await target_lines(cluster.client(), settings.target.model)
         index = without_passwords(cluster.index_url)
@@ -92,7 +92,7 @@ async def up(arguments: argparse.Namespace) -> int:
         assert cluster.stop is not None, "launched processes are ended by signals"
         await cluster.stop.wait()
         with suppress(OSError):  # of a terminal that is closed
-            tell(DRAINING.format(orchestrator.drain_seconds))
+            report(DRAINING.format(orchestrator.drain_seconds))
     return 0
 
 

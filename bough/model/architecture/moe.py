@@ -23,7 +23,7 @@ from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Stored, TensorSource, parts_of, pieces
 
 NAME = "bough"
-EXPERT_ROWS = 16  # rows of an expert's products are padded to multiples of this: a library then rounds all alike
+EXPERT_ROWS = 16  # rows of an expert's products are padded to multiples of this: a library then rounds all equally
 _num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # rows beyond are padding; None: there is none
 Result = TypeVar("Result")
 

@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 
 from bough.errors import ConfigError
 
-_FULL = "the disk is full; make room and run the same command again to go on"
+_FULL = "the disk is full; make room and run the same command again to continue"
 _UNWRITABLE = "choose a folder that can be written to"
 REMEDIES = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
-    errno.EFBIG: "raise the limit for files (`ulimit -f`) and run the same command again to go on",
+    errno.EFBIG: "raise the limit for files (`ulimit -f`) and run the same command again to continue",
     errno.EIO: "the disk or its connection fails; choose another disk",
     errno.EROFS: _UNWRITABLE,
     errno.EACCES: _UNWRITABLE,

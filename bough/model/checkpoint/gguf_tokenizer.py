@@ -109,14 +109,14 @@ def _template(header: GgufHeader, key: str) -> str:
 def _json_of(header: GgufHeader, tokens: list[str]) -> bytes:
     """The tokenizer.json next to a file, or a tokenizer from the file's lists; if both fail, the first error."""
     try:
-        beside = _beside(header, tokens)
+        found = _next_to_file(header, tokens)
     except (OSError, CheckpointError) as exc:
         with suppress(Exception):  # the library raises nothing narrower
             data = _own(header)
             logger.warning("%s; the file's own tokenizer is used", exc)
             return data
         raise
-    return _own(header) if beside is None else beside
+    return _own(header) if found is None else found
 
 
 def _own(header: GgufHeader) -> bytes:
@@ -129,7 +129,7 @@ def _own(header: GgufHeader) -> bytes:
     return bytes(converted.backend_tokenizer.to_str().encode())
 
 
-def _beside(header: GgufHeader, tokens: list[str]) -> bytes | None:
+def _next_to_file(header: GgufHeader, tokens: list[str]) -> bytes | None:
     """The tokenizer.json of the model's authors next to a file, if it has the file's tokens."""
     file = header.file.with_name("tokenizer.json")
     if not file.is_file():

@@ -117,9 +117,9 @@ def matrix_speed(
         for num_rows in rows:
             seconds[num_rows] += count * _product_seconds(product, weights, num_rows, PROBE_SECONDS / len(shapes))
     first, *others = (2.0 * num_rows * layer_elements / seconds[num_rows] for num_rows in rows)
-    beside = "".join(f"; of {n} rows {speed / 1e12:.3g} TFLOP/s" for n, speed in zip(rows[1:], others, strict=True))
+    more = "".join(f"; of {n} rows {speed / 1e12:.3g} TFLOP/s" for n, speed in zip(rows[1:], others, strict=True))
     name = str(dtype).removeprefix("torch.")
-    return Speed(first, f"measured: products of {rows[0]} rows with a layer's matrices, {name}{beside}")
+    return Speed(first, f"measured: products of {rows[0]} rows with a layer's matrices, {name}{more}")
 
 
 def _product_seconds(product: Product, weights: torch.Tensor, num_rows: int, limit_seconds: float) -> float:

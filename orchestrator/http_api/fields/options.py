@@ -83,8 +83,8 @@ def _num_choices(num: int, num_prompts: int, most_at_once: int) -> int:
     if not 1 <= num <= MAX_CHOICES:
         raise invalid("n", num, f"be 1 to {MAX_CHOICES}")
     if num * num_prompts > most:
-        beside = f" with {num_prompts} prompts" if num_prompts > 1 else ""
-        raise invalid("n", num, f"be at most {most // num_prompts}{beside}{why}")
+        with_prompts = f" with {num_prompts} prompts" if num_prompts > 1 else ""
+        raise invalid("n", num, f"be at most {most // num_prompts}{with_prompts}{why}")
     return num
 
 

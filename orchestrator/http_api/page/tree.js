@@ -120,14 +120,14 @@ function labels(nodes, radius) {
   const rank = (node) => (node.kind === "other" ? node.likelihood : 2);
   const ranked = nodes.map((node, i) => ({ node, isInner: inner.has(i) })).sort((a, b) => rank(b.node) - rank(a.node));
   return ranked.slice(0, MOST_LABELS).flatMap(({ node, isInner }) => {
-    const beside = { most: RIGHT - 12, isBeside: true }, above = (share) => ({ most: share * node.column - 6 });
+    const right = { most: RIGHT - 12, isRight: true }, above = (share) => ({ most: share * node.column - 6 });
     const isLeaf = !isInner && node.kind === "other";
     pen.font = `${isTrunk(node) ? 600 : 400} ${FONT_PIXELS}px ${family}`;
-    for (const { most, isBeside } of isLeaf ? [beside, above(1)] : [above(1.6), above(1), beside]) {
+    for (const { most, isRight } of isLeaf ? [right, above(1)] : [above(1.6), above(1), right]) {
       const text = fitted(readable(node.text), most), wide = pen.measureText(text).width;
       if (node.kind === "other" && text.length < 4 && text.endsWith("…")) continue;
-      const x = isBeside ? node.x + radius + 4 : Math.max(4, node.x - wide / 2);
-      const y = isBeside ? node.y : node.y - radius - 3 - LABEL_PIXELS / 2;
+      const x = isRight ? node.x + radius + 4 : Math.max(4, node.x - wide / 2);
+      const y = isRight ? node.y : node.y - radius - 3 - LABEL_PIXELS / 2;
       const box = [x - 2, y - FONT_PIXELS / 2, x + wide + 2, y + FONT_PIXELS / 2];
       if (taken.some((other) => box[0] < other[2] && other[0] < box[2] && box[1] < other[3] && other[1] < box[3])) continue;
       taken.push(box);

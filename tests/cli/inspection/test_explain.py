@@ -76,11 +76,11 @@ def test_rounds_of_fixed_sizes_have_no_predictions() -> None:
     ("mode", "draft_rate", "plain_rate", "reason"),
     [
         (Mode.DRAFT, 4.1, 1.1, "drafting pays: 4.1 against 1.1 tokens/s plain"),
-        (Mode.DRAFT, 1.0, 1.01, "drafting goes on: 1 against 1.01 tokens/s plain is not reason enough to stop"),
+        (Mode.DRAFT, 1.0, 1.01, "drafting continues: 1 against 1.01 tokens/s plain is not reason enough to stop"),
         (Mode.DRAFT, 0.0, 0.0, "a first size: the time of sweeps is not known yet"),
         (Mode.LOOKUP, 0.5, 1.0, "drafting does not pay: 0.5 against 1 tokens/s plain"),
         (Mode.LOOKUP, 1.2, 1.0, "no draft: 1.2 against 1 tokens/s plain is not reason enough to begin"),
-        (Mode.LOOKUP, 1.0, 1.0, "no draft to ask: 1 tokens/s plain"),
+        (Mode.LOOKUP, 1.0, 1.0, "no draft: 1 tokens/s plain"),
         (Mode.PROBE, 0.5, 1.0, "a small tree, to see whether drafting pays again: 0.5 against 1 tokens/s plain"),
         (Mode.FIXED, 0.0, 0.0, "the size was fixed, by the request or by --planner fixed"),
         (Mode.OFF, 0.0, 0.0, "no tree: the request disables trees, or one token is left"),

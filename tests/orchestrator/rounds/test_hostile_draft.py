@@ -79,8 +79,8 @@ def unwanted(root: int) -> Tree:
 @pytest.mark.parametrize(
     ("answer", "scheme", "why"),
     [
-        (lambda root: replace(chain(root, 2), draft_probs=sampled_from(8)), Scheme.TARGET, "no sample was asked for"),
-        (unwanted, Scheme.TARGET, "no sample was asked for"),
+        (lambda root: replace(chain(root, 2), draft_probs=sampled_from(8)), Scheme.TARGET, "no sample was requested"),
+        (unwanted, Scheme.TARGET, "no sample was requested"),
         (lambda root: chain(root, 6), Scheme.TARGET, "tree: must have at most 4 levels, got 6"),
         (
             lambda root: drawn(chain(root, 1), [1], sampled_from(MOST_ENTRIES + 1)),

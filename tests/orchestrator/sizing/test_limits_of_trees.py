@@ -230,7 +230,7 @@ def test_an_invalid_curve_is_ignored_with_one_warning_and_requests_continue(
     assert [len(proposal.tree) for proposal in played] == [each.num_nodes for each in sound[1:]]
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1, "one for a worker, not one a round"
-    assert all(text.startswith("target: cost") and "going on with what was known before" in text for text in warnings)
+    assert all(text.startswith("target: cost") and "continuing with what was known before" in text for text in warnings)
     world.sweep = STEEP
     assert world.play(5)[-1].num_nodes <= 16, "a valid curve is taken again"
 

@@ -143,7 +143,7 @@ def test_a_session_continues_after_a_failed_sweep(
         patch.setattr(model.tiers, "layer", breaks)
         with pytest.raises(StreamError):
             say(model, pool, "a", text, FORKED)
-    pool.mend(session)
+    pool.drop_partial(session)
     assert session.slot.length == (64 if num_context else 72)
     assert torch.equal(say(model, pool, "a", text, Tree.root(4))[0], afresh(model, text, 4))
 
@@ -163,7 +163,7 @@ def test_an_incomplete_state_is_not_used(model: StreamedModel, pool: SlotPool, m
         patch.setattr(backend_of(CPU), "recur", breaks)
         with pytest.raises(StreamError):
             say(model, pool, "a", [*PROMPT, 9, 8], FORKED)
-    pool.mend(session)
+    pool.drop_partial(session)
     assert session.slot.length == 64
     text = [*PROMPT, 9, 8]
     assert torch.equal(say(model, pool, "a", text, Tree.root(4))[0], afresh(model, text, 4))
