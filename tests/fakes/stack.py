@@ -6,6 +6,7 @@ their own are tested in `tests/loadtest/chaos/test_chaos.py`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,15 +22,13 @@ from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry, registered
 from bough.rpc.drain import SessionGate
 from bough.rpc.server import serving
-from bough.rpc.services import DRAFT, GENERATION, TARGET, add_service
+from bough.rpc.services import DRAFT, TARGET, add_service
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.pair import SimulatedPair
 from draft_worker.service import DraftService
 from draft_worker.simulated import SimulatedDraftWorker
-from orchestrator.cluster.directory import Directory
-from orchestrator.service import GenerationService
+from orchestrator.assembly import assembled
 from orchestrator.serving.requests import Requests
-from orchestrator.serving.tenants import Callers
 from target_worker.service import TargetService
 from target_worker.simulated import SimulatedTarget
 from tests.fakes.torch_imports import import_torch
@@ -108,8 +107,7 @@ async def _around(
     target_config: TargetConfig,
 ) -> AsyncIterator[Stack]:
     """Run an index, an orchestrator and the services of both workers."""
-    config = parse(OrchestratorConfig, "o", ["--port", "0", "--budget", "8", "--draft-timeout", "5"], {})
-    cluster = Cluster(Settings(target_config, None, config), folder)
+    cluster = Cluster(Settings(target_config, None, parse(OrchestratorConfig, "o", [], {})), folder)
     async with AsyncExitStack() as exits:
         exits.callback(cluster.stop_all)
         cluster.start_index()
@@ -121,24 +119,16 @@ async def _around(
         exits.callback(draft.close)
         target_service, draft_service = TargetService(), DraftService()
         target_service.loaded, draft_service.loaded = target, draft
-        directory = Directory(registry)
-        requests = Requests(config, directory, "orchestrator")
-        services = {
-            "target": (TARGET, target_service),
-            "draft": (DRAFT, draft_service),
-            "orchestrator": (GENERATION, GenerationService(Callers(requests))),
-        }
         addresses = {}
-        for kind, (service, servicer) in services.items():
-            gate = None if kind == "orchestrator" else SessionGate("Verify", "Grow")
-            served = await exits.enter_async_context(
-                serving("127.0.0.1", 0, service.full_name, partial(add_service, service, servicer), gate)
-            )
+        for kind, service, servicer in (("target", TARGET, target_service), ("draft", DRAFT, draft_service)):
+            add, gate = partial(add_service, service, servicer), SessionGate("Verify", "Grow")
+            served = await exits.enter_async_context(serving("127.0.0.1", 0, service.full_name, add, gate))
             addresses[kind] = f"127.0.0.1:{served.port}"
-            if kind != "orchestrator":
-                record = WorkerRecord(kind, kind, addresses[kind])
-                await exits.enter_async_context(registered(registry, lambda record=record: record))
-        await exits.enter_async_context(directory.running())
-        await exits.enter_async_context(requests.running())
-        await until(lambda: len(directory.statuses()) >= 2)
-        yield Stack(target, draft, requests, registry, cluster.index_url, addresses)
+            record = WorkerRecord(kind, kind, addresses[kind])
+            await exits.enter_async_context(registered(registry, lambda record=record: record))
+        flags = ["--index-url", cluster.index_url, "--port", "0", "--http-port", "-1", "--metrics-port", "0"]
+        config = parse(OrchestratorConfig, "o", [*flags, "--budget", "8", "--draft-timeout", "5"], {})
+        orchestrator = await exits.enter_async_context(assembled(config, asyncio.Event()))
+        addresses["orchestrator"] = f"127.0.0.1:{orchestrator.port}"
+        await until(lambda: len(orchestrator.directory.statuses()) >= 2)
+        yield Stack(target, draft, orchestrator.requests, orchestrator.registry, cluster.index_url, addresses)

@@ -26,9 +26,10 @@ from bough.protocol.generation import Finished, GenerateOptions, Speculation, St
 from bough.rpc.drain import BETWEEN_CALLS_SECONDS, Drainer, SessionGate
 from bough.rpc.server import open_channel, serving
 from bough.rpc.services import GENERATION, stub_of
+from orchestrator.assembly import assembled
 from orchestrator.service import GenerationService
 from tests.conftest import pipeline, settings
-from tests.fakes.stage import TOKEN, FakeTarget, Stage, orchestrating, staged
+from tests.fakes.stage import TOKEN, FakeTarget, Stage, config_of, orchestrating, staged
 from tests.fakes.waiting import until
 
 PROMPT = TextPrompt("hello")
@@ -42,9 +43,9 @@ class Program:
     process: subprocess.Popen[bytes]
     client: Client
 
-    async def ended(self, patience_seconds: float = 10.0) -> int:
+    async def ended(self) -> int:
         """Its exit status, once it has one."""
-        await until(lambda: self.process.poll() is not None, patience_seconds)
+        await until(lambda: self.process.poll() is not None)
         return self.process.returncode
 
 
@@ -105,25 +106,29 @@ async def is_gone(client: Client) -> bool:
     return False
 
 
-@pytest.mark.pipeline
 async def test_accepted_requests_finish_and_new_ones_are_refused(stage: Stage) -> None:
     stage.target.may_answer.clear()
-    async with program(stage, "--max-running", "1") as orchestrator:
-        running = await begun(stage, orchestrator.client)
-        waiting = asyncio.create_task(finish(orchestrator.client))
-        while not (await orchestrator.client.loads()).num_requests_waiting:
-            await asyncio.sleep(0.02)
-        orchestrator.process.send_signal(signal.SIGTERM)
-        await until(lambda: is_gone(orchestrator.client))
+    stop = asyncio.Event()
+    async with (
+        assembled(config_of(stage, "--max-running", "1"), stop) as orchestrator,
+        Client(f"127.0.0.1:{orchestrator.port}", patience_seconds=0.0) as client,
+    ):
+        await until(lambda: orchestrator.is_ready)
+        serving = asyncio.create_task(orchestrator.serve(stop))
+        running = await begun(stage, client)
+        waiting = asyncio.create_task(finish(client))
+        await until(lambda: orchestrator.requests.loads().num_requests_waiting)
+        stop.set()
+        await until(lambda: is_gone(client))
         with pytest.raises(NoAnswer):
-            await finish(orchestrator.client)
+            await finish(client)
         while {record.kind for record in await stage.registry.workers()} != {"target"}:
             await asyncio.sleep(0.02)
-        assert orchestrator.process.poll() is None
+        assert not serving.done()
         stage.target.may_answer.set()
         for each in (running, waiting):  # to who waits for a turn over HTTP a refusal would be a failed request
             assert (await each).usage.completion_tokens == 3
-        assert await orchestrator.ended() == 0
+        await serving
 
 
 @pytest.mark.pipeline
@@ -134,7 +139,7 @@ async def test_a_second_signal_ends_a_drain_at_once(stage: Stage) -> None:
         orchestrator.process.send_signal(signal.SIGTERM)
         await until(lambda: is_gone(orchestrator.client))
         orchestrator.process.send_signal(signal.SIGTERM)
-        assert await orchestrator.ended(60.0) == 128 + signal.SIGTERM
+        assert await orchestrator.ended() == 128 + signal.SIGTERM
         with pytest.raises(Unavailable):
             await running
 

@@ -353,7 +353,7 @@ async def test_sighup_reloads_keys_without_ending_streams(tmp_path: Path) -> Non
             assert process.returncode is None
         finally:
             process.terminate()
-            await process.wait()
+            assert await process.wait() == 0
 
 
 async def refusal(call: Awaitable[object]) -> BoughError:

@@ -11,20 +11,19 @@ from bough.cli.flags.reaching import MISSING
 from bough.cli.inspection.doctor import doctor
 from bough.cli.main import argument_parser
 from bough.errors import ConfigError
-from bough.processes.launch import launched
-from tests.fakes.simulated import simulated_settings, write_profile
+from tests.fakes.simulated import pair_of
+from tests.fakes.stack import simulated_stack
 
 
-@pytest.mark.pipeline
 async def test_doctor_json_prints_one_line_for_a_running_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile = write_profile(tmp_path)
-    async with launched(simulated_settings(profile, profile), lambda _: None) as cluster:
-        assert await doctor(argument_parser().parse_args(["doctor", "--json", "--address", cluster.address])) == 0
+    async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
+        address = stack.addresses["orchestrator"]
+        assert await doctor(argument_parser().parse_args(["doctor", "--json", "--address", address])) == 0
     (line,) = capsys.readouterr().out.splitlines()
     report = json.loads(line)
-    assert report["address"] == cluster.address
+    assert report["address"] == address
     assert report["problems"] == []
     assert {worker["info"]["kind"] for worker in report["server"]["workers"]} == {"target", "draft"}
     assert report["loads"]["num_requests_running"] == 0

@@ -1,15 +1,16 @@
-"""`bough explain`: reasons and sums from decisions, and the command against simulated workers."""
+"""`bough explain`: reasons and sums from decisions, and the command with simulated workers."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
-import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 import bough.cli.inspection.explain as explain_module
@@ -18,18 +19,16 @@ from bough.cli.inspection.doctor import doctor
 from bough.cli.inspection.explain import as_json, explain, save_decisions, summary, table
 from bough.cli.main import argument_parser
 from bough.client import Client
-from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError, NotFound, Unavailable
 from bough.processes.exit_with_parent import MODULE
-from bough.processes.launch import Cluster, Settings
 from bough.protocol.decision import Decision, Mode, RoundSeconds
 from bough.protocol.generation import GenerateOptions, Speculation, Started, TextPrompt
 from bough.protocol.ids import ScopedId
 from bough.sizing.account import account, why
 from bough.trees.tree_plan import Scheme, StaticShape
-from tests.conftest import pipeline
 from tests.fakes.fleet import Fleet
-from tests.fakes.simulated import write_profile
+from tests.fakes.simulated import pair_of
+from tests.fakes.stack import simulated_stack
 
 DRAFTED = Decision(
     1, Mode.DRAFT, "d", budget=64, width=8, depth=24, price=4.0, draft_rate=4.1, plain_rate=1.1, num_context=35,
@@ -138,15 +137,11 @@ def test_a_picture_that_cannot_be_written_names_its_flag(tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    profile = ["--simulate", str(write_profile(tmp_path_factory.mktemp("profiles")))]
-    settings = Settings(
-        parse(TargetConfig, "t", profile, {}),
-        parse(DraftConfig, "d", profile, {}),
-        parse(OrchestratorConfig, "o", ["--port", "0"], {}),
-    )
-    async with pipeline(settings) as running:
-        yield running
+async def address(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    """Of an orchestrator with simulated workers."""
+    folder = tmp_path_factory.mktemp("stack")
+    async with simulated_stack(folder, pair_of(folder)) as stack:
+        yield stack.addresses["orchestrator"]
 
 
 async def started(client: Client, session_id: str = "", max_tokens: int = 30) -> Started:
@@ -157,48 +152,45 @@ async def started(client: Client, session_id: str = "", max_tokens: int = 30) ->
     return events[0]
 
 
-async def explained(cluster: Cluster, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    arguments = argument_parser().parse_args(["explain", "--address", cluster.address, *flags])
+async def explained(address: str, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    arguments = argument_parser().parse_args(["explain", "--address", address, *flags])
     assert await explain(arguments) == 0
     return capsys.readouterr().out
 
 
-@pytest.mark.pipeline
 async def test_sessions_are_found_by_their_names_and_by_their_requests(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    address: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    async with Client(cluster.address) as client:
+    async with Client(address) as client:
         await started(client, "named", max_tokens=25)
         nameless = await started(client, max_tokens=35)
     picture = tmp_path / "rounds.png"
-    by_name = json.loads(await explained(cluster, capsys, "named", "--json", "--plot", str(picture)))
-    by_request = json.loads(await explained(cluster, capsys, nameless.request_id, "--json"))
-    last = json.loads(await explained(cluster, capsys, "--json"))
+    by_name = json.loads(await explained(address, capsys, "named", "--json", "--plot", str(picture)))
+    by_request = json.loads(await explained(address, capsys, nameless.request_id, "--json"))
+    last = json.loads(await explained(address, capsys, "--json"))
     assert by_name["summary"]["tokens"] >= 25
     assert by_request["summary"]["tokens"] >= 35
     assert by_request["rounds"] == last["rounds"] != by_name["rounds"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    text = await explained(cluster, capsys, "named")
+    text = await explained(address, capsys, "named")
     assert text.startswith("session named\n")
     assert len(text.splitlines()) > 3 + len(by_name["rounds"])
 
 
-@pytest.mark.pipeline
-async def test_an_unknown_session_gives_one_line_and_status_2(cluster: Cluster) -> None:
-    command = [sys.executable, *MODULE, "bough.cli.main", "explain", "nobody", "--address", cluster.address]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+async def test_an_unknown_session_gives_one_line_and_status_2(address: str) -> None:
+    command = [sys.executable, *MODULE, "bough.cli.main", "explain", "nobody", "--address", address]
+    outcome = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 2
     assert outcome.stdout == ""
     problem = "session_id: must be a session or request with recent rounds here, got 'nobody'"
     assert outcome.stderr == f"error: {problem}\n"
 
 
-@pytest.mark.pipeline
-async def test_sampled_trees_are_recorded_with_their_whole_size(cluster: Cluster) -> None:
+async def test_sampled_trees_are_recorded_with_their_whole_size(address: str) -> None:
     """It was recorded as a root alone: metrics would have had no draft tokens of it."""
     shape = Speculation(growth=StaticShape((0, 0, 1, 1)), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0)
     options = GenerateOptions(session_id="sampled", max_tokens=20, temperature=0.8, seed=1, speculation=shape)
-    async with Client(cluster.address) as client:
+    async with Client(address) as client:
         async for _ in client.generate(TextPrompt("Once upon a time"), options):
             pass
         decisions = await client.decisions("sampled")
@@ -250,15 +242,13 @@ async def test_requests_are_found_by_name_for_a_while(fakes: Fleet, monkeypatch:
         requests.decisions(ScopedId("first"))
 
 
-@pytest.mark.pipeline
-async def test_the_running_orchestrator_serves_decisions(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    async with Client(cluster.address) as client:
+async def test_the_running_orchestrator_serves_decisions(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    async with Client(address) as client:
         await started(client)
         url = (await client.server_info()).metrics_url
-    assert await doctor(argument_parser().parse_args(["doctor", "--address", cluster.address])) == 0
+    assert await doctor(argument_parser().parse_args(["doctor", "--address", address])) == 0
     assert f"metrics at {url}\n" in capsys.readouterr().out
-    with urllib.request.urlopen(url, timeout=5) as reply:
-        text = reply.read().decode()
+    text = (await asyncio.to_thread(httpx.get, url)).text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     label, of_vllm = '{model_name="quick"}', '{engine="0",model_name="quick"}'
     assert float(values[f"vllm:generation_tokens_total{of_vllm}"]) >= 30

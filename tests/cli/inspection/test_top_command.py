@@ -1,4 +1,4 @@
-"""`bough top`, over real processes without weights."""
+"""`bough top`, with simulated workers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from bough.cli.flags.reaching import MISSING
 from bough.cli.inspection.top import top
 from bough.cli.main import argument_parser
 from bough.client import Client
-from bough.processes.launch import launched
 from bough.protocol.generation import GenerateOptions, TextPrompt
-from tests.fakes.simulated import simulated_settings, write_profile
+from tests.fakes.simulated import pair_of
+from tests.fakes.stack import simulated_stack
 
 
-@pytest.mark.pipeline
 async def test_top_shows_workers_rates_and_the_last_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = write_profile(tmp_path)
-    async with launched(simulated_settings(profile, profile), lambda _: None) as cluster:
-        flags = ["top", "--address", cluster.address, "--interval", "0.05"]
+    async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
+        address = stack.addresses["orchestrator"]
+        flags = ["top", "--address", address, "--interval", "0.05"]
         assert await top(argument_parser().parse_args([*flags, "--count", "1"])) == 0
         before = capsys.readouterr().out
         assert "0 running, 0 waiting\n" in before
         assert "why" not in before, "nothing has run yet"
-        async with Client(cluster.address) as client:
+        async with Client(address) as client:
             async for _ in client.generate(TextPrompt("Once upon"), GenerateOptions(max_tokens=12, ignore_eos=True)):
                 pass
         assert await top(argument_parser().parse_args([*flags, "--count", "2"])) == 0
-    first, second = capsys.readouterr().out.split(cluster.address + ":")[1:]
+    first, second = capsys.readouterr().out.split(address + ":")[1:]
     assert "tokens/s" not in first.splitlines()[0], "there is nothing yet to compare with"
     assert "tokens/s" in second.splitlines()[0]
     for text in (first, second):
