@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,7 +24,7 @@ from bough.telemetry.metrics import counter
 from target_worker.stages.measured import Needs
 from target_worker.stages.remote import OtherStages
 from target_worker.stages.ring import Ring
-from target_worker.stages.roster import Assignment, Roster, StageFacts
+from target_worker.stages.roster import Assignment, Roster, StageFacts, StageFigures
 from target_worker.stages.service import StagesService
 from target_worker.stages.slots import SlotLog
 from target_worker.sweep.streamed_model import StageLayers
@@ -74,8 +75,11 @@ class StagesHead:
             each._replace(memory_bytes=max(0, each.memory_bytes - num_bytes))
             for each, num_bytes in zip([own, *rooms], taken, strict=True)
         ]
-        ranges = split_layers(needs.layer_bytes, needs.kv_bytes, members, HOP_SECONDS)
-        parts = [StageLayers(each.start, each.stop, len(needs.layer_bytes)) for each in ranges]
+        num_layers = len(needs.layer_bytes)
+        ranges = loaded_split(self.roster.figures(), num_layers) or split_layers(
+            needs.layer_bytes, needs.kv_bytes, members, HOP_SECONDS
+        )
+        parts = [StageLayers(each.start, each.stop, num_layers) for each in ranges]
         limits = config.max_context, config.max_nodes, config.max_sweep_tokens, config.rows
         self.roster.assign([Assignment(i, part.first, part.end, *room, *limits) for i, part in enumerate(parts) if i])
         for part, each in zip(parts, members, strict=True):
@@ -125,6 +129,13 @@ class StagesHead:
     def _members(self) -> list[str] | None:
         others = self.roster.members()
         return None if others is None else [self.address, *others]
+
+
+def loaded_split(stages: Sequence[StageFigures], num_layers: int) -> list[range]:
+    """The split by which all stages have loaded their layers, for a head that starts again; empty if there is none."""
+    ends = [stages[0].first_layer, *(each.end_layer for each in stages)]
+    is_split = all(each.first_layer == before < each.end_layer for each, before in zip(stages, ends, strict=False))
+    return [range(*pair) for pair in pairwise((0, *ends))] if is_split and ends[0] and ends[-1] == num_layers else []
 
 
 class StageCollector(Collector):
