@@ -1,16 +1,9 @@
-"""Opens, uses and abandons sessions in every possible way, and measures what a process holds before and after.
-
-    python -m loadtest.sessions.abandon --address 127.0.0.1:7411 --sessions 100000
-
-reports the outcomes of sessions at a running orchestrator. Its `/metrics` and `bough doctor` show what leaks there.
-`tests/pipeline/test_leaks.py` does the same with all services in one process, and counts.
-"""
+"""Opens, uses and abandons sessions in every possible way, and counts what this process holds."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import random
 import threading
@@ -21,7 +14,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bough.client import Client
-from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError, NotFound
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TokenPrompt, Tokens
 
@@ -134,19 +126,3 @@ class Abandoner:
         except BoughError:
             return "refused"
         return "not refused"
-
-
-def main() -> None:
-    """Print one JSON line."""
-    parser = FlagParser(description=__doc__)
-    parser.add_argument("--address", default="127.0.0.1:7411")
-    parser.add_argument("--sessions", type=int, default=100_000)
-    parser.add_argument("--at-once", type=int, default=16)
-    arguments = parser.parse_args()
-    abandoner = Abandoner(arguments.address, random.Random(1))
-    asyncio.run(abandoner.run(arguments.sessions, arguments.at_once))
-    print(json.dumps({"sessions": arguments.sessions, "outcomes": dict(abandoner.outcomes)}))
-
-
-if __name__ == "__main__":
-    main()
