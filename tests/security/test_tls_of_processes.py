@@ -161,7 +161,7 @@ async def test_certificates_of_all_processes_can_be_replaced_during_a_stream(bou
     assert tokens == text_of(pair_of(bough.folder), 7, begin, 500)
     assert before == after == tokens[:24]
     assert num_running == 1, "the stream was not over before the certificates were changed"
-    assert "previous contents stay in force" not in bough.cluster.children["orchestrator"].log.read_text()
+    assert "previous contents remain in force" not in bough.cluster.children["orchestrator"].log.read_text()
 
 
 async def served_everywhere(bough: Bough, pair: Pair) -> None:
