@@ -31,11 +31,15 @@ class Host:
         """Start a command on the host; it ends with this process."""
         with log.open("ab") as stream:
             return exit_with_parent.start(
-                [_ip(), "netns", "exec", self.namespace, *command],
+                self.command(command),
                 lambda whole: subprocess.Popen(
                     whole, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment
                 ),
             )
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """The command line that runs a command on the host."""
+        return [_ip(), "netns", "exec", self.namespace, *command]
 
     def cut_off(self) -> None:
         """Take the host's link down; no connection is reset."""

@@ -81,4 +81,4 @@ def _write(file: Path, value: object) -> None:
 def _entering(groups: Sequence[Path]) -> list[str]:
     """A shell command that joins the groups and then executes the command."""
     joins = "".join(f"echo $$ > {group}/cgroup.procs && " for group in groups)
-    return ["sh", "-c", joins + 'exec "$@"', "sh"]
+    return ["/bin/sh", "-c", joins + 'exec "$@"', "sh"]

@@ -40,6 +40,12 @@ class Stream:
         return self.rounds[0][0] - self.began
 
     @property
+    def seconds_a_token(self) -> float:
+        """Seconds per token after the first round, which also reads the prompt."""
+        num_tokens = len(self.token_ids) - len(self.rounds[0][1].token_ids)
+        return (self.ended - self.rounds[0][0]) / max(1, num_tokens)
+
+    @property
     def done(self) -> Finished:
         """The last event."""
         assert self.finished is not None, "read to its end"

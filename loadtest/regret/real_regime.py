@@ -104,7 +104,7 @@ class Bench:
             turn = number % len(names)
             for name in (*names[turn:], *names[:turn]):
                 answers = await self._answers(name, contestants[name], number)
-                self.seconds[name].append(sum(_seconds_a_token(answer) for answer in answers) / len(answers))
+                self.seconds[name].append(sum(answer.seconds_a_token for answer in answers) / len(answers))
                 if name == "off":
                     plain = answers
                 else:
@@ -181,12 +181,6 @@ def _spin() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     while True:
         pass
-
-
-def _seconds_a_token(answer: Stream) -> float:
-    first, last = answer.rounds[0], answer.rounds[-1]
-    num_tokens = len(answer.token_ids) - len(first[1].token_ids)
-    return (last[0] - first[0]) / max(1, num_tokens)
 
 
 def _is_unequal(one: Stream, plain: Stream) -> bool:

@@ -1,0 +1,1 @@
+"""Measures and disturbs a target whose layers two hosts hold together."""
