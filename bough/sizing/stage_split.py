@@ -16,6 +16,9 @@ from bough.errors import ConfigError
 from bough.sizing.placement import default_ring, gigabytes, least_and_ring
 
 ALIKE = 0.05  # share by which sweep times may differ and still count as equal, as measured speeds vary
+# Share by which streaming must make sweeps faster if all layers fit into the members' memory: the faster member would
+# stream, and is often only the one that was measured in a quieter moment.
+WORTH_STREAMING = 0.25
 NANO = 1_000_000_000
 # Weights of streamed bytes, as powers of two: bytes decide only between equal compute times, a byte counts as much as a
 # nanosecond, or compute time decides only between equal bytes. Both sums are below 2**50.
@@ -48,8 +51,9 @@ def split_layers(
 ) -> list[range]:
     """Consecutive layers for each member, at least one, so that a sweep takes the least time.
 
-    Sweep times within ALIKE of the fastest count as equal. Among those splits, few streamed bytes come first, then
-    balance: the slowest member computes for as short a time as possible, which is what limits two sweeps in flight.
+    If all layers fit, nothing is streamed unless that makes sweeps faster by WORTH_STREAMING. Sweep times within ALIKE
+    of the fastest count as equal. Among those splits, few streamed bytes come first, then balance: the slowest member
+    computes for as short a time as possible, which is what limits two sweeps in flight.
 
     Method: a run is a range of layers on one member, whose cost is its compute time and its weighted streamed bytes.
     Dynamic programming over members and their last layers finds the split of the least cost, among runs within limits.
@@ -72,6 +76,9 @@ def split_layers(
     fastest = search.fastest(hops)
     if fastest == inf:
         raise _too_small_together(layer_bytes, kv_bytes, rooms)
+    in_memory = _Search([[run for run in own if not run.streamed_bytes] for own in runs], num_layers)
+    if (held := in_memory.fastest(hops)) <= fastest * (1 + WORTH_STREAMING):
+        search, fastest = in_memory, held
     return [range(run.first, run.end) for run in search.best(int(fastest * (1 + ALIKE)), hops)]
 
 

@@ -81,4 +81,4 @@ async def served(
 def memory_of(cluster: Cluster) -> list[str]:
     """What each member holds in memory and what it reads from its disk, in the words of its log."""
     logs = [cluster.children[name].log.read_text() for name in (TARGET, STAGE_1) if name in cluster.children]
-    return [log.partition("held_layers: memory: ")[2].partition(";")[0] for log in logs]
+    return [log.partition("held_layers: memory: ")[2].split(";")[1].strip() for log in logs]
