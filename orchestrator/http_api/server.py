@@ -29,12 +29,8 @@ FIRST_PROBE_SECONDS = 0.05  # between probes of a client that has closed its sid
 LONGEST_PROBE_SECONDS = 5.0
 CLOSE = (b"connection", b"close")
 FRAMINGS = {b"content-length", b"transfer-encoding"}
+most_connections = partial(connection_limit, num_descriptors=2)  # workers and gRPC need the other half of them
 GRACE_SECONDS = 2  # for sending answers when the server ends; requests have ended before
-
-
-def most_connections() -> int:
-    """Limit of open connections: at most half of the process's file descriptors, as workers and gRPC need some."""
-    return connection_limit(num_descriptors=2)
 
 
 @asynccontextmanager

@@ -22,7 +22,6 @@ from bough.registry.records import WorkerRecord
 from bough.registry.registry import registered
 from bough.security.certificates import CertificateFiles
 from orchestrator.assembly import Orchestrator, assembled
-from orchestrator.http_api import server as server_module
 from tests.fakes.certificates import Authority, flags_of
 from tests.fakes.stage import LONG, PROMPT, SHORT, Stage, config_of, staged
 from tests.fakes.waiting import until
@@ -163,7 +162,7 @@ async def test_https_at_the_plain_http_port_ends_at_once(tmp_path: Path) -> None
 async def test_handshakes_are_limited_in_number_and_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "connection_limit", lambda **_: 2)
+    monkeypatch.setattr("bough.runtime.connections.MAX_CONNECTIONS", 2)
     monkeypatch.setattr("bough.security.tls.HANDSHAKE_SECONDS", 2.0)
     async with endpoint_with(tmp_path) as endpoint, endpoint.http(context_of(AUTHORITY)) as http:
         port = httpx.URL(endpoint.orchestrator.requests.http_url).port

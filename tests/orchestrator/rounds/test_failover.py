@@ -124,7 +124,7 @@ async def test_a_superseded_stream_ends_with_an_error_and_frees_nothing(fakes: F
         gate.open()
         with pytest.raises(StaleEpoch, match="is over"):
             await running
-        await until(lambda: not requests.recorder._logs)
+        await until(lambda: requests.endings.is_idle)
     assert seen.token_ids == expected(fakes)
     assert target.held["s"]
 
