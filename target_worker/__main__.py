@@ -22,11 +22,22 @@ if TYPE_CHECKING:
 async def main() -> None:
     """Read the settings and serve."""
     config = parse(TargetConfig, "target_worker", sys.argv[1:], os.environ)
+    require_one_way(config)
     if config.stage_of:
         configure_logging(config)
         await serve_stage(config)
         return
     await serve_worker(TargetConfig, TARGET, model_parts, simulated_parts)
+
+
+def require_one_way(config: TargetConfig) -> None:
+    """Raises ConfigError for flags that exclude each other: for a head, for a stage, and for no model at all."""
+    several = config.stages > 1
+    if config.simulate and (config.stage_of or several):
+        flag = "--stage-of" if config.stage_of else "--stages"
+        raise ConfigError(f"--simulate: must be left out with {flag}, got {config.simulate}")
+    if config.stage_of and several:
+        raise ConfigError(f"--stages: must be left out with --stage-of, got {config.stages}")
 
 
 def model_parts(config: TargetConfig, worker_id: str) -> Parts[ServedTarget]:
@@ -47,10 +58,7 @@ def model_parts(config: TargetConfig, worker_id: str) -> Parts[ServedTarget]:
 
 
 async def serve_stage(config: TargetConfig) -> None:
-    """Serve layers of another target; imports torch. Raises ConfigError if the settings contradict each other."""
-    for name, value in (("--simulate", config.simulate), ("--stages", config.stages > 1)):
-        if value:
-            raise ConfigError(f"{name}: must be left out with --stage-of, got {value}")
+    """Serve layers of another target; imports torch."""
     from bough.model.architecture.light_imports import import_transformers
 
     stage("importing libraries")

@@ -64,7 +64,7 @@ def split_layers(
         ConfigError: there are more members than layers, or they have too little memory; names --stages.
     """
     num_layers = len(layer_bytes)
-    _require_layers(num_layers, rooms, least_head_layers)
+    require_layers(num_layers, len(rooms), least_head_layers)
     runs = []
     for number, (room, layer_seconds) in enumerate(zip(rooms, _layer_seconds(rooms), strict=True)):
         possible = [*_possible(number, len(rooms), num_layers, least_head_layers)]
@@ -227,12 +227,13 @@ def _hops(rooms: Sequence[StageRoom], hop_seconds: float) -> float:
     return len(rooms) * hop_seconds if len(rooms) > 1 else 0.0
 
 
-def _require_layers(num_layers: int, rooms: Sequence[StageRoom], least_head_layers: int) -> None:
+def require_layers(num_layers: int, num_members: int, least_head_layers: int = 1) -> None:
+    """Raises ConfigError, which names --stages, if there are more members than layers."""
     most = num_layers - least_head_layers + 1
-    if len(rooms) > most:
+    if num_members > most:
         raise ConfigError(
             f"--stages: must be at most {most}, as each has a layer and the head {least_head_layers} of the model's "
-            f"{num_layers}, got {len(rooms)}"
+            f"{num_layers}, got {num_members}"
         )
 
 

@@ -19,7 +19,7 @@ from bough.processes.process import stage
 from bough.protocol.messages import Timings
 from bough.security.access import Access
 from bough.sizing.placement import gigabytes
-from bough.sizing.stage_split import StageRoom, split_layers
+from bough.sizing.stage_split import StageRoom, require_layers, split_layers
 from bough.telemetry.metrics import counter
 from target_worker.stages.measured import Needs
 from target_worker.stages.remote import OtherStages
@@ -43,7 +43,7 @@ class StagesHead:
     def __init__(self, config: TargetConfig) -> None:
         self.ring = Ring(Access.of(config), is_head=True)
         self.log = SlotLog()
-        self.others = OtherStages(self.ring, self.log)
+        self.others = OtherStages(self.ring, self.log, self.trouble)
         self.service: StagesService | None = None  # once the head knows its own model
         self.address = ""  # at which the last stage reaches this process
         self._num_members = config.stages
@@ -65,8 +65,9 @@ class StagesHead:
     def split(self, needs: Needs, own: StageRoom, room: KVRoom, config: TargetConfig) -> list[StageLayers]:
         """Wait for all stages, and decide the layers of each member; blocks the loading thread.
 
-        `own` is what the head offers. Raises ConfigError if memory is too small.
+        `own` is what the head offers. Raises ConfigError if there are too few layers, or memory is too small.
         """
+        require_layers(len(needs.layer_bytes), self._num_members)  # rather than once the last one has joined
         stage(f"waiting for {self._num_members - 1} stages (--stage-of {self.address})")
         while (rooms := self.roster.wait_complete(POLL_SECONDS)) is None:
             pass

@@ -38,7 +38,7 @@ class JoiningStage:
         Raises:
             PairingError: names the fact in which this stage differs from the head.
             ConfigError: the head has restarted, and assigns other layers than those that this process has.
-            InvalidRequest, NotFound: the head does not accept the call, or the address is that of a stage.
+            InvalidRequest, NotFound: the head does not accept the call, or the address is not that of a head.
         """
         channel = self._access.channel(self._head)
         try:
@@ -55,6 +55,8 @@ class JoiningStage:
                 request, timeout=TIMEOUT_SECONDS, metadata=self._access.credentials
             )
         except grpc.aio.AioRpcError as exc:
+            if exc.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise NotFound("--stage-of", "must be the address of a target with --stages", self._head) from exc
             error = to_error(exc, f"the head at {self._head}")
             if isinstance(error, PairingError | InvalidRequest | NotFound):
                 raise error from exc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -23,8 +24,9 @@ ANSWER_SECONDS = 600.0  # limit of a pass through all stages; heartbeats find a 
 class OtherStages:
     """Sends the hidden states of a sweep around the ring; used by the sweep thread."""
 
-    def __init__(self, ring: Ring, log: SlotLog) -> None:
-        self._ring, self._log = ring, log
+    def __init__(self, ring: Ring, log: SlotLog, trouble: Callable[[], str]) -> None:
+        """`trouble` says what is missing while the ring is down."""
+        self._ring, self._log, self._trouble = ring, log, trouble
         self._epoch = NEVER  # in which the stages hold what the slots say
         self.timings: tuple[Timings, ...] = ()  # of each stage in the last pass
         self.network_seconds = 0.0  # of the last pass, in which no stage worked
@@ -38,7 +40,7 @@ class OtherStages:
         """
         epoch = self._ring.epoch
         if not epoch:
-            raise RingLost(self._ring.why_down)
+            raise RingLost(self._trouble() or "a stage was missing until now")
         is_new, self._epoch = epoch != self._epoch, epoch
         if is_new:
             self._log.forget()

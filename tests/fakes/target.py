@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -102,10 +102,16 @@ def new_pool(
 
 @contextmanager
 def running(
-    model: FakeModel, pool: SlotPool, limits: TargetLimits = LIMITS, max_waiting: int = 100, max_delay: float = 0.0
+    model: FakeModel,
+    pool: SlotPool,
+    limits: TargetLimits = LIMITS,
+    max_waiting: int = 100,
+    max_delay: float = 0.0,
+    lost_kv: Callable[[], bool] = lambda: False,
 ) -> Iterator[SweepEngine]:
     """Run a sweep engine whose thread ends with the block."""
-    engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), pool, limits, max_waiting, max_delay)
+    sweeper = StreamedSweeper(model, NO_GRAMMARS)
+    engine = SweepEngine(sweeper, pool, limits, max_waiting, max_delay, lost_kv=lost_kv)
     engine.start()
     try:
         yield engine

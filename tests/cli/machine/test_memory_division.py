@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from bough.cli.machine import memory_division as needs_of_drafts
-from bough.cli.machine.memory_division import Division, DraftNeeds, divide, divide_gpu, draft_needs
+from bough.cli.machine.memory_division import WORKER_BYTES, Division, DraftNeeds, divide, divide_gpu, draft_needs
 from bough.cli.machine.up import divided
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import CheckpointError, ConfigError
@@ -76,6 +76,21 @@ def test_without_a_draft_the_target_gets_its_share() -> None:
     alone = divide(4 * GB, target_of(), None, None, has_index=True)
     assert budget(alone) > budget(divide(4 * GB, target_of(), draft_of(), NEEDS, has_index=True)) + NEEDS.weights
     assert alone.draft is None
+
+
+def test_stages_have_equal_shares_of_what_one_target_would_have() -> None:
+    alone = divide(16 * GB, target_of(), draft_of(), NEEDS, has_index=True)
+    division = divide(16 * GB, target_of("--stages", "3"), draft_of(), NEEDS, has_index=True)
+    shares = {share.name: share for share in division.shares}
+    assert [*shares][-3:] == ["target worker", "stage 1", "stage 2"]
+    budget = division.target.device_memory
+    assert {shares[name].num_bytes - budget for name in [*shares][-3:]} == {WORKER_BYTES}
+    assert {shares[name].num_threads for name in [*shares][-3:]} == {3}
+    taken = alone.target.device_memory - 3 * budget
+    assert taken == pytest.approx(2 * WORKER_BYTES, abs=3), "of two processes more"
+    assert 0 < sum(share.num_bytes for share in division.shares) <= 0.92 * 16 * GB
+    with pytest.raises(ConfigError, match=r"^--device-memory: must be at least 0\.10 GB, got 0\.00 MB"):
+        divide(2 * GB, target_of("--stages", "9"), None, None, has_index=False)
 
 
 def test_a_step_of_recurrent_layers_is_counted_for_the_draft() -> None:

@@ -14,7 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.errors import Exhausted, InvalidRequest, NotFound, PrefixMissing, StaleEpoch, StreamError, Unavailable
+from bough.errors import (
+    Exhausted,
+    InvalidRequest,
+    NotFound,
+    PrefixMissing,
+    RingLost,
+    StaleEpoch,
+    StreamError,
+    Unavailable,
+)
 from bough.model.batch.batch import Batch
 from bough.model.kv.session_kv import KVSlot
 from bough.protocol.cost_curve import CostCurve
@@ -378,6 +387,59 @@ def test_the_thread_survives_errors_before_a_sweep(
             with pytest.raises(ZeroDivisionError):
                 call.result(5)
     assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
+
+
+def test_calls_that_wait_when_keys_and_values_are_lost_send_their_tokens_again(model: FakeModel, clock: Clock) -> None:
+    """A stage has forgotten its rows; what the head's slots say is not there any more."""
+    are_lost = threading.Event()
+
+    def lost_kv() -> bool:
+        was_lost = are_lost.is_set()
+        are_lost.clear()
+        return was_lost
+
+    with running(model, new_pool(clock, 4 * LIMITS.slot_rows), lost_kv=lost_kv) as engine:
+        assert engine.verify(verify_call("a", [1, 2])).result(5).held_length == 2
+        engine.verify(verify_call("idle", [7, 8])).result(5)
+        engine.release(ScopedId("idle")).result(5)
+        model.gate.clear()
+        swept = engine.verify(verify_call("z", [1]))
+        model.wait_for_sweep(3)
+        waiting = [engine.verify(verify_call("a", [1, 2, 3], held=2, round_=1)), engine.verify(verify_call("b", [4]))]
+        are_lost.set()
+        model.gate.set()
+        assert swept.result(5).verdict.bonus_token == 2, "it was computed before"
+        for call in waiting:
+            with pytest.raises(PrefixMissing, match="a stage has lost what it held; send the session's tokens") as lost:
+                call.result(5)
+            assert lost.value.held_length == 0
+        for name in ("a", "b", "z", "idle"):
+            with pytest.raises(NotFound, match="has no slot here"):
+                engine.release(ScopedId(name)).result(5)
+        figures = engine.pool.figures()
+        assert (figures.num_sessions, figures.num_tokens, figures.num_held, figures.num_idle) == (0, 0, 0, 0)
+        engine.pool.check_integrity()
+        for name, tokens in (("a", [1, 2, 3]), ("b", [4]), ("z", [1, 2])):
+            assert engine.verify(verify_call(name, tokens, round_=1)).result(5).verdict.bonus_token == tokens[-1] + 1
+        engine.pool.check_integrity()
+
+
+def test_calls_fail_while_a_stage_is_missing_and_work_when_it_is_back(model: FakeModel, clock: Clock) -> None:
+    missing = RingLost("stage 1 is missing")
+
+    def lost_kv() -> bool:
+        if is_missing:
+            raise missing
+        return False
+
+    is_missing = True
+    with running(model, new_pool(clock), lost_kv=lost_kv) as engine:
+        for name in "ab":
+            with pytest.raises(RingLost, match=r"^stage 1 is missing$"):
+                engine.verify(verify_call(name, [1, 2])).result(5)
+        engine.pool.check_integrity()
+        is_missing = False
+        assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
 
 
 def test_drafting_sessions_are_waited_for(clock: Clock) -> None:

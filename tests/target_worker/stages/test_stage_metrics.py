@@ -35,7 +35,7 @@ class EchoingRing:
 
 
 def test_stages_are_exported_separately() -> None:
-    others = OtherStages(cast(Any, EchoingRing()), SlotLog())
+    others = OtherStages(cast(Any, EchoingRing()), SlotLog(), lambda: "")
     batch = cast(Any, SimpleNamespace(segments=(), num_tokens=1, num_rows=8))
     assert others.lost_kv()
     for _ in range(2):
