@@ -26,6 +26,7 @@ from bough.cli.machine.up import (
 from bough.cli.main import argument_parser
 from bough.client import Client
 from bough.config.addresses import free_port, require_free_ports
+from bough.config.processes import TargetConfig
 from bough.errors import CheckpointError, ConfigError, PairingError
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.exit_with_parent import MODULE
@@ -130,6 +131,18 @@ def test_a_missing_model_is_reported_with_its_flag(tiny: Path, tmp_path: Path) -
         settings = settings_from(argument_parser().parse_args(["up", *flags]))
         with pytest.raises(CheckpointError, match=f"^{message}"):
             require_models(settings)
+
+
+def test_up_starts_the_target_in_as_many_stages_as_are_asked_for(tiny: Path) -> None:
+    def target_of(*flags: str) -> TargetConfig:
+        return settings_from(argument_parser().parse_args(["up", *flags])).target
+
+    model = "--target", str(tiny), "--draft", "none"
+    assert [target_of(*model, *flags).stages for flags in ((), ("--stages", "2"))] == [1, 2]
+    with pytest.raises(ConfigError, match=r"^--stages: must be a whole number, 1 or more, got '0'$"):
+        target_of(*model, "--stages", "0")
+    with pytest.raises(ConfigError, match=r"^--stages: must not be given with --simulate, which has no model, got 2$"):
+        target_of("--simulate", "two-cores", "--stages", "2")
 
 
 async def refusal(*flags: str) -> str:
