@@ -32,6 +32,7 @@ class Stage:
         self._require_form(given)
         for change in given.changes:
             self.slots.apply(change)
+        self._require_positions(given)
         batch = Batch([rows.segment(self.slots) for rows in given.rows], self._model.rows, self._model.device)
         return pass_to_wire(given.after(batch, *self._model.run_layers(batch, given.padded(batch))))
 
@@ -50,3 +51,12 @@ class Stage:
             raise InvalidRequest("width", f"must be {width}", hidden.shape[1])
         if not given.rows:
             raise InvalidRequest("rows", "must be at least one", "none")
+
+    def _require_positions(self, given: StagePass) -> None:
+        """Each slot's rows follow what is committed there: otherwise head and stage hold different rows."""
+        ends: dict[int, int] = {}
+        for rows in given.rows:
+            end = ends.get(rows.slot, self.slots.slot(rows.slot).length)
+            if rows.base != end:
+                raise InvalidRequest("rows.base", f"must be {end}, after the rows of slot {rows.slot}", rows.base)
+            ends[rows.slot] = end + (len(rows.parents) or rows.num_tokens)
