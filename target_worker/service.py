@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 NANO = 1e-9
 ROWS = tuple(2**power for power in range(13))  # upper bounds of the buckets of `bough_sweep_rows`
+HEAD_WINDOW_BYTES = 256 * 1024  # hidden states cross a slow network in fewer round trips; 64 streams per connection
 CALLS = tuple(2**power for power in range(9))  # the same for `bough_sweep_calls`
 
 
@@ -60,7 +61,7 @@ class LoadCollector(Collector):
         pool, num_running, num_waiting = self._load()
         yield self._gauge("vllm:num_requests_running", "Calls in the sweep under way", num_running)
         yield self._gauge("vllm:num_requests_waiting", "Calls that wait for a sweep", num_waiting)
-        usage = pool.held_bytes / pool.num_bytes
+        usage = pool.held_bytes / max(1, pool.num_bytes)  # a head without attention has states alone
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV memory that cannot be taken from a session", usage)
         sent, hits = pool.num_sent, pool.num_sent - pool.num_computed
         yield self._counter("vllm:prefix_cache_queries", "Tokens of contexts that were sent", sent)
@@ -226,6 +227,7 @@ class HeadService(TargetService):
         super().__init__()
         self._stages = stages
         self.further = [(STAGES, self)]
+        self.window_bytes = HEAD_WINDOW_BYTES
 
     def listens_at(self, address: str) -> None:
         self._stages.address = address

@@ -90,7 +90,7 @@ class TargetWorker(ServedTarget):
             config.max_waiting,
             config.gather,
             self._metrics.observe,
-            lambda: held.model.num_layers_begun,
+            lambda: held.model.num_layers_begun + (0 if stages is None else stages.others.progress()),
             (lambda: False) if stages is None else stages.others.lost_kv,
         )
         self._start_engine(lambda: compute_reproducibly_with(config.threads))
@@ -98,6 +98,7 @@ class TargetWorker(ServedTarget):
             held.model.other_stages = stages.others
             self._metrics.registry.register(StageCollector(stages, self._name))
             stages.connect()
+            stages.others.lost_kv()  # there are no slots yet that could be lost
         self._weights_hash.require_unchanged()
         self._resources.callback(self._weights_hash.close)
         self._weights_hash.start(lambda: self._engine.idle_seconds)
@@ -148,7 +149,8 @@ class TargetWorker(ServedTarget):
 
 
 def _with_kv_memory(held: HeldLayers) -> TargetConfig:
-    """The settings with the default KV memory and context."""
+    """The settings with the default KV memory and context; all stages are assumed to have as much memory."""
     config, skeleton = held.config, held.skeleton
     host = host_budget(config, held.device.type != "cpu")
-    return with_kv_memory(config, skeleton.kv_shape(), skeleton.max_positions, device_budget(config, held.device), host)
+    memory = device_budget(config, held.device) * config.stages, host * config.stages
+    return with_kv_memory(config, skeleton.kv_shape(), skeleton.max_positions, *memory)

@@ -304,10 +304,10 @@ async def _follow(cluster: Cluster, registry: Registry, say: Say) -> None:
 
 async def _is_back(cluster: Cluster, child: Child, registry: Registry) -> bool:
     """Wait until a process serves; False if it ends before that."""
+    is_stage = child.name.startswith(STAGE)  # not in the index; it says by itself when it is ready
     while not child.has_ended():
         missing = await cluster.missing(registry)
-        waited = TARGET if child.name.startswith(STAGE) else child.name  # a target is not used without all its stages
-        if waited not in missing and INDEX not in missing:
+        if (" ready at " in child.last_line() if is_stage else child.name not in missing) and INDEX not in missing:
             return True
         await asyncio.sleep(WATCH_SECONDS)
     return False

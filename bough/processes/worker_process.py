@@ -42,6 +42,7 @@ from bough.protocol.ids import ScopedId
 from bough.protocol.messages import GrowCall, VerifyCall
 from bough.registry.records import WorkerLoad, WorkerRecord
 from bough.registry.registry import Registry, registered
+from bough.rpc.arrivals import WINDOW_BYTES
 from bough.rpc.drain import SessionGate
 from bough.rpc.server import Served, serving
 from bough.rpc.services import ServicerContext, add_service
@@ -138,6 +139,7 @@ class WorkerService(Generic[AnyWorker]):
         self.crossed = crossed
         self.loaded: AnyWorker | None = None
         self.tracer: Tracer = NO_TRACER
+        self.window_bytes = WINDOW_BYTES  # of each stream's receiver
         self.further: Sequence[tuple[ServiceDescriptor, object]] = ()  # services of the same server, with servicers
 
     def listens_at(self, address: str) -> None:
@@ -223,6 +225,7 @@ async def run_worker(
             max_connection_age=config.max_connection_age,
             auth_interceptors=access.auth_interceptors,
             credentials=access.worker_credentials,
+            window_bytes=servicer.window_bytes,
         )
         await stack.enter_async_context(access.watching())
         served = await stack.enter_async_context(serves)

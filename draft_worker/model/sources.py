@@ -49,7 +49,10 @@ def draft_skeleton(checkpoint: Checkpoint, drop_layers: tuple[int, ...], dtype: 
         ConfigError: a layer to drop does not exist.
     """
     name = chosen_dtype(dtype, load_config(checkpoint.path), device.type)
-    return build_skeleton(checkpoint, DTYPES[name], kept_layers(checkpoint, drop_layers))
+    skeleton = build_skeleton(checkpoint, DTYPES[name], kept_layers(checkpoint, drop_layers))
+    if not skeleton.kv_shape().num_layers:
+        raise ConfigError("--drop-layers: must leave a layer with attention, got all of them")
+    return skeleton
 
 
 def load_draft(

@@ -28,6 +28,7 @@ class OtherStages:
         """`trouble` says what is missing while the ring is down."""
         self._ring, self._log, self._trouble = ring, log, trouble
         self._epoch = NEVER  # in which the stages hold what the slots say
+        self._is_waiting = False
         self.timings: tuple[Timings, ...] = ()  # of each stage in the last pass
         self.network_seconds = 0.0  # of the last pass, in which no stage worked
         self.totals: tuple[Timings, ...] = ()  # of each stage in all passes
@@ -53,11 +54,22 @@ class OtherStages:
         """
         began = time.perf_counter()
         given = StagePass.of(self._log.take(), batch, hidden)
-        self._ring.send(self._epoch, Frame(*pass_to_wire(given)))
-        frame = self._ring.receive(self._epoch, ANSWER_SECONDS)
-        taken = pass_from_wire(frame.header, frame.body)
+        epoch, self._epoch = self._epoch, NEVER  # if this fails, the stages may lack changes of slots
+        self._is_waiting = True
+        try:
+            self._ring.send(epoch, Frame(*pass_to_wire(given)))
+            frame = self._ring.receive(epoch, ANSWER_SECONDS)
+            taken = pass_from_wire(frame.header, frame.body)
+            result = taken.padded(batch).to(hidden.device)
+        finally:
+            self._is_waiting = False
+        self._epoch = epoch
         self._account(taken.timings, time.perf_counter() - began)
-        return taken.padded(batch).to(hidden.device)
+        return result
+
+    def progress(self) -> int:
+        """A counter that grows while the stages work; heartbeats and ANSWER_SECONDS find those that hang."""
+        return int(time.monotonic()) if self._is_waiting else 0
 
     def _account(self, timings: tuple[Timings, ...], seconds: float) -> None:
         self.timings = timings

@@ -148,6 +148,10 @@ class Roster:
         with self._joined:
             if not self._joined.wait_for(lambda: all(map(self._is_live, self._places)), timeout_seconds):
                 return None
+            if not any(place.assignment for place in self._places):  # those that have layers keep their order
+                self._places.sort(key=lambda place: place.call.figures.first_layer if place.call is not None else 0)
+                for number, place in enumerate(self._places, start=1):
+                    place.number = number
             return [place.call.room for place in self._places if place.call is not None]
 
     def assign(self, assignments: Sequence[Assignment]) -> None:

@@ -7,11 +7,13 @@ import logging
 import threading
 import uuid
 from collections.abc import Awaitable
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from bough.concurrency.futures import settle
 from bough.concurrency.tasks import end
 from bough.config.processes import TargetConfig
 from bough.errors import RingLost
@@ -82,21 +84,25 @@ class StageWorker:
         self._memory_bytes = sum(layer.num_bytes for layer in held.layers) + room.num_rows * shape.row_bytes
         logger.info("%s", held.memory_in_words)
         loaded = Stage(held.model, MirroredSlots(shape, held.memory))
-        thread = threading.Thread(target=self._run, args=(loaded, held), name="stage", daemon=True)
+        warm = Future[None]()
+        thread = threading.Thread(target=self._run, args=(loaded, warm), name="stage", daemon=True)
         stage("warming up")
-        self._ready = threading.Event()
         thread.start()
         self._resources.callback(thread.join)
-        self._ready.wait()
+        warm.result()
 
     def close(self) -> None:
         """Free the layers, after the ring was closed."""
         self._resources.close()
 
-    def _run(self, loaded: Stage, held: HeldLayers) -> None:
-        compute_reproducibly_with(self._config.threads)
-        loaded.warm_up()
-        self._ready.set()
+    def _run(self, loaded: Stage, warm: Future[None]) -> None:
+        try:
+            compute_reproducibly_with(self._config.threads)
+            loaded.warm_up()
+        except Exception as exc:  # the loading thread raises it
+            settle(warm, exc)
+            return
+        settle(warm, None)
         while (item := self._ring.next()) is not None:
             epoch, _, frame = item
             if frame is None:
@@ -154,9 +160,9 @@ async def serve_stage(config: TargetConfig) -> None:
         stack.push_async_callback(end, joined)
         stage(f"joining the head at {config.stage_of}")
         given = await exit_if_stopped(stop, _while_admitted(joined, joining.assigned))
-        await exit_if_stopped(stop, _while_admitted(joined, asyncio.to_thread(worker.load, given)))
         stack.push_async_callback(asyncio.to_thread, worker.close)
         stack.push_async_callback(ring.close)
+        await exit_if_stopped(stop, _while_admitted(joined, asyncio.to_thread(worker.load, given)))
         ring.accepts = True
         await served.set_ready(True)
         ready()

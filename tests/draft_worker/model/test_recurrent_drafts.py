@@ -35,7 +35,7 @@ from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.model.model_draft import NUM_CONSIDERED, ModelDraft
-from draft_worker.model.sources import load_draft
+from draft_worker.model.sources import draft_skeleton, load_draft
 from draft_worker.worker import DraftWorker
 from loadtest.common.tiny_model import save_model
 from tests.fakes.draft import grow_call, grow_now, started
@@ -336,3 +336,8 @@ def test_state_sizes_are_read_without_a_list_of_layers_and_required_if_missing(h
         CheckpointError, match=r"must give the sizes of its recurrent layers, got .*linear_key_head_dim"
     ):
         needs(full_attention_interval=3)
+
+
+def test_a_draft_without_attention_is_refused(hybrid: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--drop-layers: must leave a layer with attention"):
+        draft_skeleton(Checkpoint.open(hybrid), (2,), "bfloat16", CPU)

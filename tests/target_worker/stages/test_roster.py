@@ -166,3 +166,15 @@ def test_malformed_calls_are_refused_by_field(field: str, malformed: JoinCall) -
     with pytest.raises(InvalidRequest) as refused:
         codec.join_from_wire(codec.join_to_wire(malformed))
     assert refused.value.field == field
+
+
+def test_stages_that_have_layers_get_the_places_of_these_from_a_head_that_starts_again() -> None:
+    """They call in any order."""
+    head = Head()
+    for stage_id, first in (("b", 40), ("a", 20)):
+        head.roster.join(call(stage_id, figures=StageFigures(first, first + 20)))
+    assert head.roster.wait_complete(0.0) is not None
+    assert [each.first_layer for each in head.roster.figures()] == [20, 40]
+    head.roster.assign(SPLIT)
+    assert head.roster.join(call("b")) == SPLIT[1]
+    assert head.roster.members() == ["a:1", "b:1"]
