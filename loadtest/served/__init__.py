@@ -1,1 +1,1 @@
-"""`python -m loadtest.served`: overload, restarts, and a soak test."""
+"""`python -m loadtest.served`: restarts, and a soak test."""

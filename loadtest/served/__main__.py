@@ -1,4 +1,4 @@
-"""Tests of the served product under load: overload, restarts, and a soak test.
+"""Tests of the served product under load: restarts, and a soak test.
 
     python -m loadtest.served
     python -m loadtest.served --parts soak --soak-seconds 600
@@ -6,15 +6,12 @@
 Each part starts its own processes on this machine. Workers are simulated with round numbers of seconds, which leaves
 bough's own cost as the measured part:
 
-overload        raise the request rate over both APIs to the peak of goodput under an objective, then send five times
-                as many requests: `goodput_ratio` (under overload / peak), and how fast requests are refused
 restarts        replace orchestrators, drafts and targets one after another under load: failed requests, other texts
 soak            run minutes of load at a high rate: errors, latency early and late, growth of each process
 
 Ends with one JSON line: each part's figures by its name, and
 
-overload_goodput_ratio   from `overload`; null if that did not run
-failed_requests all parts; refusals under overload do not count
+failed_requests all parts
 unequal_texts   answers in `restarts` that differ from those of an undisturbed run
 bad_exits       processes that `restarts` stopped and that ended with a status other than 0
 leaks           what grew in `soak` by more than its limit
@@ -38,12 +35,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bough.client import Client
-from bough.config.flag_parser import FlagParser, checked
-from bough.config.parsers import number
+from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
 from loadtest.common.streams import stream
-from loadtest.served.overload import overload
 from loadtest.served.soak import soak
 from loadtest.served.stack import stack, write_profile
 
@@ -106,13 +101,12 @@ async def restarts(streams: int, num_prompts: int) -> dict[str, Any]:
     }
 
 
-PARTS = ("overload", "restarts", "soak")
+PARTS = ("restarts", "soak")
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the parts; returns their figures by name."""
     parts = {
-        "overload": lambda: overload(arguments.overload_seconds, arguments.seed),
         "restarts": lambda: restarts(arguments.clients, num_prompts=16),
         "soak": lambda: soak(arguments.soak_seconds, arguments.clients),
     }
@@ -127,13 +121,10 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def verdict(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Summarise the figures by part; some parts may be missing."""
-    steps = [step for part in parts.values() for value in part.values() if isinstance(value, list) for step in value]
-    everything = [*parts.values(), *(step for step in steps if isinstance(step, dict))]
     return {
-        "overload_goodput_ratio": parts.get("overload", {}).get("goodput_ratio"),
-        "failed_requests": sum(figures.get("failed", 0) for figures in everything),
-        "unequal_texts": sum(figures.get("unequal", 0) for figures in everything),
-        "bad_exits": sum(figures.get("bad_exits", 0) for figures in everything),
+        "failed_requests": sum(figures.get("failed", 0) for figures in parts.values()),
+        "unequal_texts": sum(figures.get("unequal", 0) for figures in parts.values()),
+        "bad_exits": sum(figures.get("bad_exits", 0) for figures in parts.values()),
         "leaks": parts.get("soak", {}).get("leaks", []),
     }
 
@@ -152,10 +143,8 @@ def main() -> int:
     parser = FlagParser(description=__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=[*PARTS])
-    add("--overload-seconds", type=checked(number(float, 10.0)), default=20.0, help="overload: duration of each rate")
     add("--clients", type=int, default=16, help="restarts, soak: concurrent clients")
     add("--soak-seconds", type=float, default=600.0)
-    add("--seed", type=int, default=1)
     try:
         figures = asyncio.run(run(parser.parse_args()))
     except BoughError as exc:
