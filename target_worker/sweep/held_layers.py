@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +56,20 @@ def compile_target(dtype: str, layers: str) -> bool:
 def described(device: torch.device) -> str:
     """Description of a device's arithmetic."""
     return backend_of(device).describe(device)
+
+
+@contextmanager
+def within_memory(config: TargetConfig, device: torch.device, others: Sequence[torch.device]) -> Iterator[None]:
+    """Allocate memory within the block. Raises ConfigError if other processes took some since its use was planned."""
+    try:
+        with named_faults(device, others):
+            yield
+    except AcceleratorFull as exc:
+        given = gigabytes(config.device_memory) if config.device_memory else "none"
+        raise ConfigError(
+            f"--device-memory: must be less than what is free on {device}, got {given}: {exc}; give a "
+            "smaller one, or a smaller --kv-memory, or --device-reserve for others"
+        ) from exc
 
 
 class HeldLayers:
@@ -120,27 +134,17 @@ class HeldLayers:
     def start(self, resources: ExitStack, room: KVRoom) -> None:
         """Allocate memory, read resident layers and start the link; `resources` get what is to be closed.
 
-        Raises ConfigError if other processes took memory of a GPU since its use was planned.
+        Raises ConfigError as `within_memory` does.
         """
-        try:
-            with named_faults(self.device, self.other_devices):
-                self._start(resources, room)
-        except AcceleratorFull as exc:
-            given = gigabytes(self.config.device_memory) if self.config.device_memory else "none"
-            raise ConfigError(
-                f"--device-memory: must be less than what is free on {self.device}, got {given}: {exc}; give a "
-                "smaller one, or a smaller --kv-memory, or --device-reserve for others"
-            ) from exc
-
-    def _start(self, resources: ExitStack, room: KVRoom) -> None:
         config = self.config
-        kv = self._make_memory(resources, room.num_rows)
-        streams, elsewhere = streams_of(self.device), self._elsewhere
-        tiers = Tiers(self.layers, self.placement, config.link_threads, streams, self._experts, elsewhere)
-        self._tiers = resources.enter_context(tiers)
-        self.model = on_a_passing_thread(
-            lambda: StreamedModel(self.skeleton, tiers, config.rows, self.device, kv, self.stage)
-        )
+        with within_memory(config, self.device, self.other_devices):
+            kv = self._make_memory(resources, room.num_rows)
+            streams, elsewhere = streams_of(self.device), self._elsewhere
+            tiers = Tiers(self.layers, self.placement, config.link_threads, streams, self._experts, elsewhere)
+            self._tiers = resources.enter_context(tiers)
+            self.model = on_a_passing_thread(
+                lambda: StreamedModel(self.skeleton, tiers, config.rows, self.device, kv, self.stage)
+            )
 
     def _make_memory(self, resources: ExitStack, num_rows: int) -> KVHome:
         """Allocate the KV memory; returns where sweeps find keys and values."""

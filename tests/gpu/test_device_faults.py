@@ -27,9 +27,9 @@ from bough.sizing.row_counts import RowCounts
 from target_worker.link import direct_io
 from target_worker.scheduler import engine as scheduling
 from target_worker.scheduler.engine import STILL_SECONDS, SweepEngine
+from target_worker.sweep.held_layers import within_memory
 from target_worker.sweep.streamed_model import StreamedModel, StreamedSweeper
 from target_worker.verification.verdict import RowReader
-from target_worker.worker import TargetWorker
 from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.gpu.pretend_streams import PretendedEvent
@@ -249,18 +249,11 @@ async def test_health_reports_a_stall_while_it_lasts() -> None:
     assert said == [False, True]
 
 
-def test_running_out_of_memory_at_the_start_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_at_the_start_names_the_flag() -> None:
     """Others may have taken some since it was asked for."""
-    worker = TargetWorker.__new__(TargetWorker)
-    monkeypatch.setattr(worker, "_device", torch.device("cuda", 0), raising=False)
-    monkeypatch.setattr(worker, "_elsewhere", {}, raising=False)
-    monkeypatch.setattr(worker, "_config", TargetConfig(model="m"), raising=False)
-
-    def start() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAdvice")
-
-    monkeypatch.setattr(worker, "_start", start)
-    with pytest.raises(
-        ConfigError, match=r"^--device-memory: must be less than .* cuda:0, got none: .* 2\.00 GiB\.; give"
+    message = r"^--device-memory: must be less than .* cuda:0, got none: .* 2\.00 GiB\.; give"
+    with (
+        pytest.raises(ConfigError, match=message),
+        within_memory(TargetConfig(model="m"), torch.device("cuda", 0), ()),
     ):
-        worker._start_within_memory()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAdvice")
