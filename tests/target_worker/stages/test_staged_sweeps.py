@@ -25,7 +25,7 @@ from tests.fakes.target import Clock
 
 NUM_ROWS = 300  # fewer than the sessions want: slots move, and idle ones are cut and evicted
 NUM_SWEEPS = 12
-SHORT = ["llama", "gemma3, local and global", "deepseek v3, yarn", "mixtral", "qwen3.5, recurrent layers"]
+SHORT = ["llama", "gemma3, local and global", "qwen3.5, recurrent layers"]  # compiled layers, others, states
 HYBRID = ("qwen3 next", "qwen3.5")
 
 
