@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from functools import partial
 
 from bough.config.processes import TargetConfig
+from bough.errors import RingLost
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import load_tokenizer_files
@@ -98,7 +100,8 @@ class TargetWorker(ServedTarget):
             held.model.other_stages = stages.others
             self._metrics.registry.register(StageCollector(stages, self._name))
             stages.connect()
-            stages.others.lost_kv()  # there are no slots yet that could be lost
+            with suppress(RingLost):  # then the first call finds that the ring was connected again
+                stages.others.lost_kv()  # there are no slots yet that could be lost
         self._weights_hash.require_unchanged()
         self._resources.callback(self._weights_hash.close)
         self._weights_hash.start(lambda: self._engine.idle_seconds)
