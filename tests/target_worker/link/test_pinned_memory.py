@@ -131,8 +131,17 @@ def test_a_machine_with_one_node_names_none(text: str | None, tmp_path: Path) ->
     assert node_of("0000:01:00.0", tmp_path) is None
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def resident_bytes(memory: memoryview) -> int:
+    """Of the mappings that hold `memory`: other memory of the process may be freed at any time."""
+    start = np.frombuffer(memory, np.uint8).ctypes.data
+    resident, is_inside = 0, False
+    for first, *rest in map(str.split, Path("/proc/self/smaps").read_text().splitlines()):
+        if not first.endswith(":"):
+            low, high = (int(address, 16) for address in first.split("-"))
+            is_inside = low < start + len(memory) and start < high
+        elif is_inside and first == "Rss:":
+            resident += int(rest[0]) * 1024
+    return resident
 
 
 @pytest.mark.parametrize("is_old", [False, True])
@@ -141,9 +150,10 @@ def test_pages_exist_before_they_are_used(is_old: bool, monkeypatch: pytest.Monk
     if is_old:
         refusing = SimpleNamespace(madvise=lambda *_: -1)
         monkeypatch.setattr(host_memory, "_libc", lambda: refusing)
-    memory, before = large_pages(150 * MEGABYTE), resident_bytes()
+    memory = large_pages(150 * MEGABYTE)
+    before = resident_bytes(memory)
     populate(memory, 3)
-    assert resident_bytes() - before > 140 * MEGABYTE
+    assert resident_bytes(memory) - before > 140 * MEGABYTE
     assert not np.frombuffer(memory, np.uint8).any()
 
 
