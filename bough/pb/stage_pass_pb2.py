@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from bough.pb import common_pb2 as bough_dot_pb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62ough/pb/stage_pass.proto\x12\x08\x62ough.v1\x1a\x15\x62ough/pb/common.proto\"S\n\nSlotChange\x12\x0c\n\x04slot\x18\x01 \x01(\x04\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.bough.v1.SlotChangeKind\x12\x0f\n\x07numbers\x18\x03 \x03(\r\"K\n\x08PassRows\x12\x0c\n\x04slot\x18\x01 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x0f\n\x07parents\x18\x04 \x03(\x05\"\x96\x01\n\tStagePass\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.bough.v1.SlotChange\x12 \n\x04rows\x18\x02 \x03(\x0b\x32\x12.bough.v1.PassRows\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05width\x18\x04 \x01(\r\x12\"\n\x07timings\x18\x05 \x03(\x0b\x32\x11.bough.v1.Timings*\x9e\x01\n\x0eSlotChangeKind\x12\x1b\n\x17SLOT_CHANGE_UNSPECIFIED\x10\x00\x12\x0e\n\nSLOT_MOVED\x10\x01\x12\x0f\n\x0bSLOT_FORKED\x10\x02\x12\x12\n\x0eSLOT_COMMITTED\x10\x03\x12\x14\n\x10SLOT_ROLLED_BACK\x10\x04\x12\x12\n\x0eSLOT_SNAPSHOTS\x10\x05\x12\x10\n\x0cSLOT_CLEARED\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62ough/pb/stage_pass.proto\x12\x08\x62ough.v1\x1a\x15\x62ough/pb/common.proto\"S\n\nSlotChange\x12\x0c\n\x04slot\x18\x01 \x01(\x04\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.bough.v1.SlotChangeKind\x12\x0f\n\x07numbers\x18\x03 \x03(\r\"K\n\x08PassRows\x12\x0c\n\x04slot\x18\x01 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x0f\n\x07parents\x18\x04 \x03(\x05\"\xa4\x01\n\tStagePass\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.bough.v1.SlotChange\x12 \n\x04rows\x18\x02 \x03(\x0b\x32\x12.bough.v1.PassRows\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05width\x18\x04 \x01(\r\x12\"\n\x07timings\x18\x05 \x03(\x0b\x32\x11.bough.v1.Timings\x12\x0c\n\x04\x66ull\x18\x06 \x01(\t*\x9e\x01\n\x0eSlotChangeKind\x12\x1b\n\x17SLOT_CHANGE_UNSPECIFIED\x10\x00\x12\x0e\n\nSLOT_MOVED\x10\x01\x12\x0f\n\x0bSLOT_FORKED\x10\x02\x12\x12\n\x0eSLOT_COMMITTED\x10\x03\x12\x14\n\x10SLOT_ROLLED_BACK\x10\x04\x12\x12\n\x0eSLOT_SNAPSHOTS\x10\x05\x12\x10\n\x0cSLOT_CLEARED\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'bough.pb.stage_pass_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SLOTCHANGEKIND']._serialized_start=378
-  _globals['_SLOTCHANGEKIND']._serialized_end=536
+  _globals['_SLOTCHANGEKIND']._serialized_start=392
+  _globals['_SLOTCHANGEKIND']._serialized_end=550
   _globals['_SLOTCHANGE']._serialized_start=62
   _globals['_SLOTCHANGE']._serialized_end=145
   _globals['_PASSROWS']._serialized_start=147
   _globals['_PASSROWS']._serialized_end=222
   _globals['_STAGEPASS']._serialized_start=225
-  _globals['_STAGEPASS']._serialized_end=375
+  _globals['_STAGEPASS']._serialized_end=389
 # @@protoc_insertion_point(module_scope)

@@ -48,15 +48,17 @@ class PassRows(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., num_tokens: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StagePass(_message.Message):
-    __slots__ = ("changes", "rows", "dtype", "width", "timings")
+    __slots__ = ("changes", "rows", "dtype", "width", "timings", "full")
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
     changes: _containers.RepeatedCompositeFieldContainer[SlotChange]
     rows: _containers.RepeatedCompositeFieldContainer[PassRows]
     dtype: str
     width: int
     timings: _containers.RepeatedCompositeFieldContainer[_common_pb2.Timings]
-    def __init__(self, changes: _Optional[_Iterable[_Union[SlotChange, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[PassRows, _Mapping]]] = ..., dtype: _Optional[str] = ..., width: _Optional[int] = ..., timings: _Optional[_Iterable[_Union[_common_pb2.Timings, _Mapping]]] = ...) -> None: ...
+    full: str
+    def __init__(self, changes: _Optional[_Iterable[_Union[SlotChange, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[PassRows, _Mapping]]] = ..., dtype: _Optional[str] = ..., width: _Optional[int] = ..., timings: _Optional[_Iterable[_Union[_common_pb2.Timings, _Mapping]]] = ..., full: _Optional[str] = ...) -> None: ...

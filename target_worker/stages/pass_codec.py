@@ -23,6 +23,7 @@ def pass_to_wire(each: StagePass) -> tuple[bytes, memoryview]:
         dtype=NAMES[each.hidden.dtype],
         width=each.hidden.shape[1],
         timings=[common_pb2.Timings(**to_fields(timings)) for timings in each.timings],
+        full=each.full,
     )
     return header.SerializeToString(), body_of(each.hidden)
 
@@ -36,7 +37,7 @@ def pass_from_wire(header: bytes, body: bytes | memoryview) -> StagePass:
     changes = [SlotChange(each.slot, _kind(each.kind), tuple(each.numbers)) for each in message.changes]
     rows = [PassRows(each.slot, each.base, each.num_tokens, tuple(each.parents)) for each in message.rows]
     timings = tuple(read(each, Timings) for each in message.timings)
-    return StagePass(changes, rows, hidden_of(body, message.dtype, message.width), timings)
+    return StagePass(changes, rows, hidden_of(body, message.dtype, message.width), timings, message.full)
 
 
 def _kind(number: int) -> ChangeKind:

@@ -63,6 +63,7 @@ class StagePass(NamedTuple):
     rows: Sequence[PassRows]
     hidden: torch.Tensor  # (num_rows, width) on the host
     timings: tuple[Timings, ...] = ()  # of the stages that have computed, in order
+    full: str = ""  # why the next one had no memory for these rows; the others then only repeat the changes
 
     @classmethod
     def of(cls, changes: Sequence[SlotChange], batch: Batch, hidden: torch.Tensor) -> StagePass:

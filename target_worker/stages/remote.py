@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from bough.errors import RingLost
+from bough.errors import AcceleratorFull, RingLost
 from bough.model.batch.batch import Batch
 from bough.protocol.messages import Timings
 from target_worker.stages.frames import Frame
@@ -50,7 +50,7 @@ class OtherStages:
     def __call__(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         """The last stage's hidden states (1, num_rows, hidden_size) for those after the head's last layer.
 
-        Raises RingLost if a stage is lost.
+        Raises RingLost if a stage is lost, and AcceleratorFull if one has no memory for so many rows.
         """
         began = time.perf_counter()
         given = StagePass.of(self._log.take(), batch, hidden)
@@ -64,6 +64,8 @@ class OtherStages:
         finally:
             self._is_waiting = False
         self._epoch = epoch
+        if taken.full:  # all stages have repeated the changes
+            raise AcceleratorFull(f"stage {len(taken.timings) + 1}: {taken.full}")
         self._account(taken.timings, time.perf_counter() - began)
         return result
 

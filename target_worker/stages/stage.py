@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bough.errors import InvalidRequest
+from bough.errors import AcceleratorFull, InvalidRequest
 from bough.model.batch.batch import Batch
 from bough.model.kv.slot import Segment
 from bough.trees.tree import Tree
@@ -22,7 +22,7 @@ class Stage:
         self._model = model
 
     def run(self, header: bytes, body: bytes | memoryview) -> tuple[bytes, memoryview]:
-        """The header and body for the next member.
+        """The header and body for the next member; without memory for the rows, they say so.
 
         Raises:
             InvalidRequest: names the field that does not fit what the stage holds.
@@ -32,9 +32,14 @@ class Stage:
         self._require_form(given)
         for change in given.changes:
             self.slots.apply(change)
+        if given.full:
+            return header, body
         self._require_positions(given)
         batch = Batch([rows.segment(self.slots) for rows in given.rows], self._model.rows, self._model.device)
-        return pass_to_wire(given.after(batch, *self._model.run_layers(batch, given.padded(batch))))
+        try:
+            return pass_to_wire(given.after(batch, *self._model.run_layers(batch, given.padded(batch))))
+        except AcceleratorFull as exc:
+            return pass_to_wire(given._replace(full=str(exc)))
 
     def warm_up(self) -> None:
         """Run the layers on one row, which compiles and allocates."""
