@@ -25,7 +25,7 @@ from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.service import ServedTarget
 from target_worker.stages.head import StageCollector, StagesHead
-from target_worker.stages.measured import Needs, facts_of, libraries, room_of
+from target_worker.stages.measured import facts_of, libraries, room_of
 from target_worker.stages.slots import LoggedSlot
 from target_worker.sweep.held_layers import HeldLayers, described
 from target_worker.sweep.streamed_model import StreamedSweeper
@@ -72,7 +72,7 @@ class TargetWorker(ServedTarget):
         self._resources.callback(stages.close)
         stages.admit(facts_of(whole, self._fingerprint, self.tokenizer.fingerprint))
         own = room_of(whole, checkpoint, self._worker_id)
-        parts = stages.split(Needs.of(whole), own, self._room, whole.config)
+        parts = stages.split(whole, own, self._room)
         held = HeldLayers(whole.config, checkpoint, parts[0])
         held.config = whole.config
         return held

@@ -23,16 +23,20 @@ class StageFacts(_message.Message):
     def __init__(self, bough_version: _Optional[str] = ..., code: _Optional[str] = ..., checkpoint: _Optional[str] = ..., tokenizer: _Optional[str] = ..., dtype: _Optional[str] = ..., arithmetic: _Optional[str] = ...) -> None: ...
 
 class StageRoom(_message.Message):
-    __slots__ = ("memory_bytes", "link_bytes_per_second", "layer_seconds", "name")
+    __slots__ = ("memory_bytes", "link_bytes_per_second", "layer_seconds", "name", "num_threads", "kv_on_host")
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     LAYER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    KV_ON_HOST_FIELD_NUMBER: _ClassVar[int]
     memory_bytes: int
     link_bytes_per_second: float
     layer_seconds: float
     name: str
-    def __init__(self, memory_bytes: _Optional[int] = ..., link_bytes_per_second: _Optional[float] = ..., layer_seconds: _Optional[float] = ..., name: _Optional[str] = ...) -> None: ...
+    num_threads: int
+    kv_on_host: bool
+    def __init__(self, memory_bytes: _Optional[int] = ..., link_bytes_per_second: _Optional[float] = ..., layer_seconds: _Optional[float] = ..., name: _Optional[str] = ..., num_threads: _Optional[int] = ..., kv_on_host: _Optional[bool] = ...) -> None: ...
 
 class StageFigures(_message.Message):
     __slots__ = ("first_layer", "end_layer", "memory_bytes", "device")

@@ -32,6 +32,8 @@ class StageRoom(NamedTuple):
     memory_bytes: int  # for layers and their KV: without embeddings, activations and reserves
     link_bytes_per_second: float  # of layers that do not stay in memory; 0 if it cannot stream
     layer_seconds: float  # of computing a layer, for the same rows on all members; 0 if not measured
+    num_threads: int = 0  # of a processor, whose buffers take memory; 0 on a GPU
+    kv_on_host: bool = False  # whether keys and values are outside `memory_bytes`
 
 
 class StageLoad(NamedTuple):
@@ -44,12 +46,14 @@ class StageLoad(NamedTuple):
 
 def split_layers(
     layer_bytes: Sequence[int],
-    kv_bytes: Sequence[int],
+    kv_bytes: Sequence[Sequence[int]],
     rooms: Sequence[StageRoom],
     hop_seconds: float = 0.0,
     least_head_layers: int = 1,
 ) -> list[range]:
     """Consecutive layers for each member, at least one, so that a sweep takes the least time.
+
+    `kv_bytes` are those of each member for each layer.
 
     If all layers fit, nothing is streamed unless that makes sweeps faster by WORTH_STREAMING. Sweep times within ALIKE
     of the fastest count as equal. Among those splits, few streamed bytes come first, then balance: the slowest member
@@ -66,35 +70,20 @@ def split_layers(
     num_layers = len(layer_bytes)
     require_layers(num_layers, len(rooms), least_head_layers)
     runs = []
-    for number, (room, layer_seconds) in enumerate(zip(rooms, _layer_seconds(rooms), strict=True)):
+    for number, (room, own_kv, layer_seconds) in enumerate(zip(rooms, kv_bytes, _layer_seconds(rooms), strict=True)):
         possible = [*_possible(number, len(rooms), num_layers, least_head_layers)]
-        runs.append([*_runs_of(possible, layer_bytes, kv_bytes, room, layer_seconds)])
+        runs.append([*_runs_of(possible, layer_bytes, own_kv, room, layer_seconds)])
         if not runs[-1]:
-            raise _too_small(possible, layer_bytes, kv_bytes, room)
+            raise _too_small(possible, layer_bytes, own_kv, room)
     search = _Search(runs, num_layers)
     hops = round(_hops(rooms, hop_seconds) * NANO)
     fastest = search.fastest(hops)
     if fastest == inf:
-        raise _too_small_together(layer_bytes, kv_bytes, rooms)
+        raise _too_small_together(layer_bytes, max(kv_bytes, key=sum), rooms)
     in_memory = _Search([[run for run in own if not run.streamed_bytes] for own in runs], num_layers)
     if (held := in_memory.fastest(hops)) <= fastest * (1 + WORTH_STREAMING):
         search, fastest = in_memory, held
     return [range(run.first, run.end) for run in search.best(int(fastest * (1 + ALIKE)), hops)]
-
-
-def sweep_seconds(
-    layer_bytes: Sequence[int],
-    kv_bytes: Sequence[int],
-    rooms: Sequence[StageRoom],
-    split: Sequence[range],
-    hop_seconds: float = 0.0,
-) -> float:
-    """Predicted seconds of a sweep; each member must be able to hold or stream its layers."""
-    compute = sum(len(layers) * each for layers, each in zip(split, _layer_seconds(rooms), strict=True))
-    loads = [stage_load(layer_bytes, kv_bytes, layers, room) for layers, room in zip(split, rooms, strict=True)]
-    links = [link_seconds(load, room) for load, room in zip(loads, rooms, strict=True) if load is not None]
-    assert len(links) == len(rooms), "a member can neither hold nor stream its layers"
-    return max(compute + _hops(rooms, hop_seconds), *links)
 
 
 def stage_load(layer_bytes: Sequence[int], kv_bytes: Sequence[int], layers: range, room: StageRoom) -> StageLoad | None:

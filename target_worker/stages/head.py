@@ -27,6 +27,7 @@ from target_worker.stages.ring import Ring
 from target_worker.stages.roster import Assignment, Roster, StageFacts, StageFigures
 from target_worker.stages.service import StagesService
 from target_worker.stages.slots import SlotLog
+from target_worker.sweep.held_layers import HeldLayers
 from target_worker.sweep.streamed_model import StageLayers
 
 logger = logging.getLogger(__name__)
@@ -62,29 +63,30 @@ class StagesHead:
         self._roster = Roster(facts, self._num_members)
         self.service = StagesService(self.ring, self._roster)
 
-    def split(self, needs: Needs, own: StageRoom, room: KVRoom, config: TargetConfig) -> list[StageLayers]:
+    def split(self, whole: HeldLayers, own: StageRoom, room: KVRoom) -> list[StageLayers]:
         """Wait for all stages, and decide the layers of each member; blocks the loading thread.
 
         `own` is what the head offers. Raises ConfigError if there are too few layers, or memory is too small.
         """
-        require_layers(len(needs.layer_bytes), self._num_members)  # rather than once the last one has joined
+        sizes, config = [layer.num_bytes for layer in whole.layers], whole.config
+        require_layers(len(sizes), self._num_members)  # rather than once the last one has joined
         stage(f"waiting for {self._num_members - 1} stages (--stage-of {self.address})")
         while (rooms := self.roster.wait_complete(POLL_SECONDS)) is None:
             pass
-        taken = [needs.at_head] + [needs.at_stage] * len(rooms)
-        members = [
-            each._replace(memory_bytes=max(0, each.memory_bytes - num_bytes))
-            for each, num_bytes in zip([own, *rooms], taken, strict=True)
+        members = [own, *rooms]
+        needs = [Needs.of(whole, each, room, is_head=each is own) for each in members]
+        left = [
+            each._replace(memory_bytes=max(0, each.memory_bytes - own_needs.buffer_bytes))
+            for each, own_needs in zip(members, needs, strict=True)
         ]
-        num_layers = len(needs.layer_bytes)
-        ranges = loaded_split(self.roster.figures(), num_layers) or split_layers(
-            needs.layer_bytes, needs.kv_bytes, members, HOP_SECONDS
+        ranges = loaded_split(self.roster.figures(), len(sizes)) or split_layers(
+            sizes, [each.kv_bytes for each in needs], left, HOP_SECONDS
         )
-        parts = [StageLayers(each.start, each.stop, num_layers) for each in ranges]
+        parts = [StageLayers(each.start, each.stop, len(sizes)) for each in ranges]
         limits = config.max_context, config.max_nodes, config.max_sweep_tokens, config.rows
         self.roster.assign([Assignment(i, part.first, part.end, *room, *limits) for i, part in enumerate(parts) if i])
         for part, each in zip(parts, members, strict=True):
-            size = gigabytes(sum(needs.layer_bytes[part.first : part.end]))
+            size = gigabytes(sum(sizes[part.first : part.end]))
             logger.info("%s: layers %d to %d, %s", each.name, part.first, part.end - 1, size)
         return parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from bough.model.sizes.memory_budget import (
     resident_bytes,
     stage_buffer_bytes,
 )
+from bough.model.sizes.target_limits import KVRoom
 from bough.sizing.stage_split import StageRoom
 from target_worker.identity.code_hash import code_hash
 from target_worker.stages.roster import StageFacts
@@ -51,26 +53,27 @@ def room_of(whole: HeldLayers, checkpoint: Checkpoint, name: str) -> StageRoom:
     link = host_link_speed(device) if has_host_layers else disk_speed(checkpoint.path, config.link_threads)
     layer_bytes = max(layer.num_bytes for layer in whole.layers)
     seconds = layer_bytes / memory_speed(device).per_second  # a tree has few rows: weights are read once
-    return StageRoom(name, device_budget(config, device), link.per_second, seconds)
+    threads, kv_on_host = 0 if is_gpu else config.threads, config.kv_tier == "host"
+    return StageRoom(name, device_budget(config, device), link.per_second, seconds, threads, kv_on_host)
 
 
 class Needs(NamedTuple):
-    """Memory that a model takes at the members of a target, with the settings of its head."""
+    """Memory that a member of a target takes, in addition to its layers."""
 
-    layer_bytes: list[int]
-    kv_bytes: tuple[int, ...]  # of each layer
-    at_head: int  # in addition to layers and KV
-    at_stage: int
+    kv_bytes: tuple[int, ...]  # of each of the model's layers
+    buffer_bytes: int  # and the head's embeddings
 
     @classmethod
-    def of(cls, whole: HeldLayers) -> Needs:
-        """The needs of a whole model."""
-        config, skeleton, is_gpu = whole.config, whole.skeleton, whole.device.type != "cpu"
+    def of(cls, whole: HeldLayers, member: StageRoom, room: KVRoom, is_head: bool) -> Needs:
+        """The needs of a member with its own settings and the head's limits; `whole` is the model at the head."""
+        skeleton, is_gpu = whole.skeleton, not member.num_threads
+        tier = "host" if member.kv_on_host else "device"
+        config = replace(whole.config, kv_tier=tier, threads=member.num_threads)
         scratch = max(layer.scratch_bytes(skeleton.dtype, is_gpu) for layer in whole.layers)
-        model = is_gpu, skeleton.config, skeleton.kv_shape()
-        on_host = host_bytes(skeleton, whole.device.type)
-        fixed = fixed_bytes(config, *model, resident_bytes(skeleton), scratch, on_host)
-        kv_bytes = layer_kv_bytes(config, skeleton.config, skeleton.kv_shape())
-        at_head = fixed.total - sum(kv_bytes)
-        sizes = [layer.num_bytes for layer in whole.layers]
-        return cls(sizes, kv_bytes, at_head, stage_buffer_bytes(config, *model, scratch))
+        shape = skeleton.kv_shape()
+        kv_bytes = layer_kv_bytes(config, skeleton.config, shape, room)
+        if not is_head:
+            return cls(kv_bytes, stage_buffer_bytes(config, is_gpu, skeleton.config, shape, scratch, room))
+        resident, on_host = resident_bytes(skeleton), host_bytes(skeleton, whole.device.type)
+        fixed = fixed_bytes(config, is_gpu, skeleton.config, shape, resident, scratch, on_host, room)
+        return cls(kv_bytes, fixed.total - sum(kv_bytes))

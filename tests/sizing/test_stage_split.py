@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from bough.errors import ConfigError
 from bough.sizing.placement import Budgets, Fixed, default_ring, place
-from bough.sizing.stage_split import ALIKE, WORTH_STREAMING, StageRoom, split_layers, stage_load, sweep_seconds
+from bough.sizing.stage_split import (
+    ALIKE,
+    WORTH_STREAMING,
+    StageRoom,
+    _hops,
+    _layer_seconds,
+    link_seconds,
+    split_layers,
+    stage_load,
+)
 
 MB, GB = 10**6, 10**9
 TOLERANCE = 1 + 1e-6  # of rounding to nanoseconds
@@ -33,6 +42,24 @@ MODELS = st.lists(
 
 def room(name: str, gigabytes: float, link: float = 0.5, layer_seconds: float = 0.01) -> StageRoom:
     return StageRoom(name, int(gigabytes * GB), link * GB, layer_seconds)
+
+
+def divided(
+    sizes: Sequence[int], kv: Sequence[int], rooms: Sequence[StageRoom], hop: float = 0.0, least_head_layers: int = 1
+) -> list[range]:
+    """The split if KV takes as much memory on all machines."""
+    return split_layers(sizes, [kv] * len(rooms), rooms, hop, least_head_layers)
+
+
+def sweep_seconds(
+    sizes: Sequence[int], kv: Sequence[int], rooms: Sequence[StageRoom], split: Sequence[range], hop: float = 0.0
+) -> float:
+    """Predicted seconds of a sweep; each member must be able to hold or stream its layers."""
+    compute = sum(len(layers) * each for layers, each in zip(split, _layer_seconds(rooms), strict=True))
+    loads = [stage_load(sizes, kv, layers, room) for layers, room in zip(split, rooms, strict=True)]
+    links = [link_seconds(load, room) for load, room in zip(loads, rooms, strict=True) if load is not None]
+    assert len(links) == len(rooms)
+    return max(compute + _hops(rooms, hop), *links)
 
 
 def all_splits(num_layers: int, num_members: int, least_head_layers: int = 1) -> Iterator[list[range]]:
@@ -68,14 +95,14 @@ def test_no_other_split_is_as_fast_with_fewer_bytes(
     }
     if not costs:
         with pytest.raises(ConfigError, match="--stages: "):
-            split_layers(sizes, kv, rooms, hop, least)
+            divided(sizes, kv, rooms, hop, least)
         return
     slowest = min(costs.values())[0] * (1 + WORTH_STREAMING)
     if in_memory := {number: cost for number, cost in costs.items() if not cost[1]}:
         held = min(in_memory.values())[0]
         assume(not slowest / TOLERANCE <= held <= slowest * TOLERANCE)
         costs = in_memory if held < slowest else costs
-    found = split_layers(sizes, kv, rooms, hop, least)
+    found = divided(sizes, kv, rooms, hop, least)
     seconds, num_bytes = costs[every.index(found)]
     fastest, fewest = min(costs.values())[0], min(num_bytes for _, num_bytes in costs.values())
     assert seconds <= fastest * (1 + ALIKE) * TOLERANCE + 1e-9
@@ -94,7 +121,7 @@ def test_layers_are_consecutive_and_complete(model: list[tuple[int, int]], each:
     sizes, kv = zip(*model, strict=True)
     assume(count <= len(sizes))
     try:
-        split = split_layers(sizes, kv, [each] * count)
+        split = divided(sizes, kv, [each] * count)
     except ConfigError:
         return
     assert [layer for layers in split for layer in layers] == [*range(len(sizes))]
@@ -122,14 +149,14 @@ def test_a_member_streams_what_its_placement_streams(count: int, size: int, kv: 
 def test_similar_machines_get_equal_numbers_of_layers() -> None:
     """Otherwise a sweep would be 1 % faster and two in flight almost twice as slow."""
     rooms = [room("head", 8, layer_seconds=0.01), room("b", 8, layer_seconds=0.0101)]
-    assert split_layers([100 * MB] * 20, [MB] * 20, rooms) == [range(10), range(10, 20)]
+    assert divided([100 * MB] * 20, [MB] * 20, rooms) == [range(10), range(10, 20)]
     with_slow_one = [*rooms, room("c", 8, layer_seconds=0.1)]
-    assert [len(layers) for layers in split_layers([100 * MB] * 21, [MB] * 21, with_slow_one)] == [10, 10, 1]
+    assert [len(layers) for layers in divided([100 * MB] * 21, [MB] * 21, with_slow_one)] == [10, 10, 1]
 
 
 def test_a_much_faster_machine_gets_as_much_as_it_can_hold() -> None:
     rooms = [room("head", 1.0, layer_seconds=0.04), room("b", 1.0, layer_seconds=0.001)]
-    split = split_layers([100 * MB] * 12, [0] * 12, rooms)
+    split = divided([100 * MB] * 12, [0] * 12, rooms)
     assert [len(layers) for layers in split] == [2, 10]
 
 
@@ -137,14 +164,14 @@ def test_a_much_faster_machine_gets_as_much_as_it_can_hold() -> None:
 def test_only_a_much_faster_machine_streams_what_both_could_hold(slower: float, streams: bool) -> None:
     """A measurement beside another program's start made 82 of 300 layers stream."""
     rooms = [room("head", 1.0, link=9, layer_seconds=0.01 * slower), room("b", 1.0, link=9, layer_seconds=0.01)]
-    split = split_layers([50 * MB] * 30, [0] * 30, rooms)
+    split = divided([50 * MB] * 30, [0] * 30, rooms)
     assert bool(streamed([50 * MB] * 30, [0] * 30, rooms, split)) == streams
 
 
 def test_machines_that_are_too_small_stream_for_equal_times() -> None:
     """From a disk four times as fast, four times as many layers; compute is shorter than both."""
     rooms = [room("head", 1.0, link=0.5, layer_seconds=0.0), room("b", 1.0, link=2.0, layer_seconds=0.0)]
-    split = split_layers([100 * MB] * 60, [0] * 60, rooms)
+    split = divided([100 * MB] * 60, [0] * 60, rooms)
     loads = [stage_load([100 * MB] * 60, [0] * 60, layers, each) for layers, each in zip(split, rooms, strict=True)]
     times = [
         load.streamed_bytes / each.link_bytes_per_second
@@ -158,14 +185,14 @@ def test_machines_that_are_too_small_stream_for_equal_times() -> None:
 def test_a_sweep_has_one_hop_for_each_further_machine() -> None:
     sizes, kv = [MB] * 4, [0] * 4
     three = [room(name, 1) for name in "abc"]
-    assert sweep_seconds(sizes, kv, three, split_layers(sizes, kv, three), 0.5) == pytest.approx(1.54)
-    assert sweep_seconds(sizes, kv, three[:1], split_layers(sizes, kv, three[:1]), 0.5) == pytest.approx(0.04)
+    assert sweep_seconds(sizes, kv, three, divided(sizes, kv, three), 0.5) == pytest.approx(1.54)
+    assert sweep_seconds(sizes, kv, three[:1], divided(sizes, kv, three[:1]), 0.5) == pytest.approx(0.04)
 
 
 def test_the_largest_targets_are_split_within_seconds() -> None:
     """100 layers on 8 machines, none of which is like another."""
     rooms = [room(f"m{i}", 3 + i / 2, link=0.5 + i / 4, layer_seconds=0.01 + i / 1000) for i in range(8)]
-    split = split_layers([700 * MB] * 100, [5 * MB] * 100, rooms, 0.001)
+    split = divided([700 * MB] * 100, [5 * MB] * 100, rooms, 0.001)
     assert sum(map(len, split)) == 100
 
 
@@ -184,12 +211,17 @@ def test_the_largest_targets_are_split_within_seconds() -> None:
 )
 def test_insufficient_memory_is_reported_by_machine(rooms: list[StageRoom], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        split_layers([100 * MB] * 4, [10 * MB] * 4, rooms)
+        divided([100 * MB] * 4, [10 * MB] * 4, rooms)
+
+
+def test_a_machine_with_its_kv_elsewhere_gets_more_layers() -> None:
+    rooms, kv = [room("head", 1.0), room("b", 1.0)], [100 * MB] * 15
+    assert [len(each) for each in split_layers([100 * MB] * 15, [kv, [0] * 15], rooms)] == [5, 10]
 
 
 def test_the_head_needs_its_least_layers() -> None:
     sizes, kv = [100 * MB] * 4, [0] * 4
     rooms = [room("a", 1, layer_seconds=1.0), room("b", 1, layer_seconds=0.1)]
-    assert split_layers(sizes, kv, rooms, least_head_layers=3) == [range(3), range(3, 4)]
+    assert divided(sizes, kv, rooms, least_head_layers=3) == [range(3), range(3, 4)]
     with pytest.raises(ConfigError, match="must be at most 1, as each has a layer and the head 4 of the model's 4"):
-        split_layers(sizes, kv, rooms, least_head_layers=4)
+        divided(sizes, kv, rooms, least_head_layers=4)

@@ -127,7 +127,7 @@ def _split(
         StageRoom(name, memory - bytes_taken, link_speed, layer_seconds)
         for (name, memory), bytes_taken in zip(stages, taken, strict=True)
     ]
-    split = split_layers(shapes.layer_bytes, kv_bytes, rooms, hops / len(stages))
+    split = split_layers(shapes.layer_bytes, [kv_bytes] * len(rooms), rooms, hops / len(stages))
     members = []
     for (name, memory), room, layers in zip(stages, rooms, split, strict=True):
         load = stage_load(shapes.layer_bytes, kv_bytes, layers, room)

@@ -223,12 +223,17 @@ def layer_kv_bytes(
 
 
 def stage_buffer_bytes(
-    settings: TargetConfig, is_gpu: bool, config: PretrainedConfig, shape: KVShape, scratch: int
+    settings: TargetConfig,
+    is_gpu: bool,
+    config: PretrainedConfig,
+    shape: KVShape,
+    scratch: int,
+    room: KVRoom | None = None,
 ) -> int:
     """The memory that a stage takes in addition to its layers and their KV."""
     limits = TargetLimits.of(settings, max_positions(config))
     scores = 0 if is_gpu else score_bytes(config, shape, limits, settings.threads)
-    return _buffer_bytes(settings, config, shape, scratch) + scores
+    return _buffer_bytes(settings, config, shape, scratch, room) + scores
 
 
 def _buffer_bytes(

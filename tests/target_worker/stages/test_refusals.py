@@ -28,7 +28,7 @@ from target_worker.__main__ import require_one_way
 from target_worker.service import TargetService
 from target_worker.stages import stage_worker
 from target_worker.stages.head import StagesHead
-from target_worker.stages.measured import Needs, facts_of
+from target_worker.stages.measured import facts_of
 from target_worker.stages.ring import Ring
 from target_worker.stages.roster import Roster
 from target_worker.stages.service import StagesService
@@ -166,7 +166,7 @@ def test_settings_that_contradict_are_refused(flags: list[str], message: str) ->
         require_one_way(parse(TargetConfig, "t", flags, {}))
 
 
-async def test_more_stages_than_layers_are_refused_before_any_joins() -> None:
-    head = StagesHead(config_of("m", "--stages", "9"))
+async def test_more_stages_than_layers_are_refused_before_any_joins(tiny: Path) -> None:
+    config = config_of(tiny, "--stages", "9")
     with pytest.raises(ConfigError, match=r"^--stages: must be at most 4, as each has a layer .*, got 9$"):
-        head.split(Needs([1] * 4, (0,) * 4, 0, 0), ROOM, KVRoom(1, 1), config_of("m"))
+        StagesHead(config).split(HeldLayers(config, Checkpoint.open(str(tiny))), ROOM, KVRoom(1, 1))
