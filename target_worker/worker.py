@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from bough.config.processes import TargetConfig
@@ -28,7 +29,7 @@ from target_worker.stages.head import StageCollector, StagesHead
 from target_worker.stages.measured import facts_of, libraries, room_of
 from target_worker.stages.slots import LoggedSlot
 from target_worker.sweep.held_layers import HeldLayers, described
-from target_worker.sweep.streamed_model import StreamedSweeper
+from target_worker.sweep.streamed_model import StageLayers, StreamedSweeper
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class TargetWorker(ServedTarget):
         self.vocab_size = held.skeleton.vocab_size
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_nodes = config.max_nodes
-        self._asked_context = config.max_context
+        self._asked = config
         shape, self._max_positions = held.skeleton.kv_shape(), held.skeleton.max_positions
         held.config = self._config = config = _with_kv_memory(held)
         self._limits = TargetLimits.of(config, self._max_positions)
@@ -72,9 +73,13 @@ class TargetWorker(ServedTarget):
         self._resources.callback(stages.close)
         stages.admit(facts_of(whole, self._fingerprint, self.tokenizer.fingerprint))
         own = room_of(whole, checkpoint, self._worker_id)
-        parts = stages.split(whole, own, self._room)
-        held = HeldLayers(whole.config, checkpoint, parts[0])
-        held.config = whole.config
+        ranges, room, max_context = stages.split(whole, own, self._room, self._asked)
+        shape, self._room = whole.skeleton.kv_shape(), room
+        kv_memory = room.num_rows * shape.row_bytes + room.num_states * shape.state_bytes
+        self._config = config = replace(whole.config, kv_memory=kv_memory, max_context=max_context)
+        self._limits = TargetLimits.of(config, self._max_positions)
+        held = HeldLayers(config, checkpoint, StageLayers(0, ranges[0].stop, len(whole.layers)))
+        held.config = config
         return held
 
     def _start(self) -> None:
@@ -135,7 +140,7 @@ class TargetWorker(ServedTarget):
         if self._limits.max_context >= own:
             return ""
         memory = f"--kv-memory of the target, {gigabytes(self._config.kv_memory)}"
-        return f"{'--max-context of the target' if self._asked_context else memory}; the model's own limit is {own}"
+        return f"{'--max-context of the target' if self._asked.max_context else memory}; the model's own limit is {own}"
 
     def trouble(self) -> str:
         return super().trouble() or ("" if self._stages is None else self._stages.trouble())
@@ -143,10 +148,10 @@ class TargetWorker(ServedTarget):
     def _notes(self) -> tuple[str, ...]:
         notes = [*self.held.notes(), *self._metrics_note]
         notes += [] if self._stages is None else self._stages.notes()
-        if self._asked_context > self._limits.max_context:
+        if self._asked.max_context > self._limits.max_context:
             own = self._limits.max_context
             notes.append(
-                f"--max-context: {self._asked_context} is more than the model's own limit, {own}, which applies"
+                f"--max-context: {self._asked.max_context} is more than the model's own limit, {own}, which applies"
             )
         return tuple(notes)
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62ough/pb/stage.proto\x12\x08\x62ough.v1\"{\n\nStageFacts\x12\x15\n\rbough_version\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x11\n\ttokenizer\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\narithmetic\x18\x06 \x01(\t\"\x8e\x01\n\tStageRoom\x12\x14\n\x0cmemory_bytes\x18\x01 \x01(\x04\x12\x1d\n\x15link_bytes_per_second\x18\x02 \x01(\x01\x12\x15\n\rlayer_seconds\x18\x03 \x01(\x01\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x13\n\x0bnum_threads\x18\x05 \x01(\r\x12\x12\n\nkv_on_host\x18\x06 \x01(\x08\"\\\n\x0cStageFigures\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x11\n\tend_layer\x18\x02 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\"\xa1\x01\n\x0bJoinRequest\x12\x10\n\x08stage_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12#\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32\x14.bough.v1.StageFacts\x12!\n\x04room\x18\x04 \x01(\x0b\x32\x13.bough.v1.StageRoom\x12\'\n\x07\x66igures\x18\x05 \x01(\x0b\x32\x16.bough.v1.StageFigures\"\xc2\x01\n\nAssignment\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\r\x12\x11\n\tend_layer\x18\x03 \x01(\r\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\x12\n\nnum_states\x18\x05 \x01(\r\x12\x13\n\x0bmax_context\x18\x06 \x01(\r\x12\x11\n\tmax_nodes\x18\x07 \x01(\r\x12\x18\n\x10max_sweep_tokens\x18\x08 \x01(\r\x12\x14\n\x0cproduct_rows\x18\t \x01(\r\"V\n\tJoinReply\x12\x15\n\x0bnum_missing\x18\x01 \x01(\rH\x00\x12*\n\nassignment\x18\x02 \x01(\x0b\x32\x14.bough.v1.AssignmentH\x00\x42\x06\n\x04kind\"L\n\tRingHello\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07members\x18\x02 \x03(\t\x12\x0e\n\x06number\x18\x03 \x01(\r\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\"s\n\nFramePiece\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x03 \x01(\x04\x12\x12\n\nbody_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06header\x18\x05 \x01(\x0c\x12\x0c\n\x04\x62ody\x18\x06 \x01(\x0c\"\x0b\n\tHeartbeat\"\x16\n\x07RingEnd\x12\x0b\n\x03why\x18\x01 \x01(\t\"\xae\x01\n\x0bPassRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.bough.v1.RingHelloH\x00\x12%\n\x05piece\x18\x02 \x01(\x0b\x32\x14.bough.v1.FramePieceH\x00\x12(\n\theartbeat\x18\x03 \x01(\x0b\x32\x13.bough.v1.HeartbeatH\x00\x12 \n\x03\x65nd\x18\x04 \x01(\x0b\x32\x11.bough.v1.RingEndH\x00\x42\x06\n\x04kind\"\x18\n\tPassReply\x12\x0b\n\x03why\x18\x01 \x01(\t2t\n\x06Stages\x12\x32\n\x04Join\x12\x15.bough.v1.JoinRequest\x1a\x13.bough.v1.JoinReply\x12\x36\n\x04Pass\x12\x15.bough.v1.PassRequest\x1a\x13.bough.v1.PassReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62ough/pb/stage.proto\x12\x08\x62ough.v1\"{\n\nStageFacts\x12\x15\n\rbough_version\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x11\n\ttokenizer\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\narithmetic\x18\x06 \x01(\t\"\x8e\x01\n\tStageRoom\x12\x14\n\x0cmemory_bytes\x18\x01 \x01(\x04\x12\x1d\n\x15link_bytes_per_second\x18\x02 \x01(\x01\x12\x15\n\rlayer_seconds\x18\x03 \x01(\x01\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x13\n\x0bnum_threads\x18\x05 \x01(\r\x12\x12\n\nkv_on_host\x18\x06 \x01(\x08\"\x97\x01\n\x0cStageFigures\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x11\n\tend_layer\x18\x02 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x12\n\nnum_states\x18\x06 \x01(\r\x12\x13\n\x0bmax_context\x18\x07 \x01(\r\"\xa1\x01\n\x0bJoinRequest\x12\x10\n\x08stage_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12#\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32\x14.bough.v1.StageFacts\x12!\n\x04room\x18\x04 \x01(\x0b\x32\x13.bough.v1.StageRoom\x12\'\n\x07\x66igures\x18\x05 \x01(\x0b\x32\x16.bough.v1.StageFigures\"\xc2\x01\n\nAssignment\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\r\x12\x11\n\tend_layer\x18\x03 \x01(\r\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\x12\n\nnum_states\x18\x05 \x01(\r\x12\x13\n\x0bmax_context\x18\x06 \x01(\r\x12\x11\n\tmax_nodes\x18\x07 \x01(\r\x12\x18\n\x10max_sweep_tokens\x18\x08 \x01(\r\x12\x14\n\x0cproduct_rows\x18\t \x01(\r\"V\n\tJoinReply\x12\x15\n\x0bnum_missing\x18\x01 \x01(\rH\x00\x12*\n\nassignment\x18\x02 \x01(\x0b\x32\x14.bough.v1.AssignmentH\x00\x42\x06\n\x04kind\"L\n\tRingHello\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07members\x18\x02 \x03(\t\x12\x0e\n\x06number\x18\x03 \x01(\r\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\"s\n\nFramePiece\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x03 \x01(\x04\x12\x12\n\nbody_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06header\x18\x05 \x01(\x0c\x12\x0c\n\x04\x62ody\x18\x06 \x01(\x0c\"\x0b\n\tHeartbeat\"\x16\n\x07RingEnd\x12\x0b\n\x03why\x18\x01 \x01(\t\"\xae\x01\n\x0bPassRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.bough.v1.RingHelloH\x00\x12%\n\x05piece\x18\x02 \x01(\x0b\x32\x14.bough.v1.FramePieceH\x00\x12(\n\theartbeat\x18\x03 \x01(\x0b\x32\x13.bough.v1.HeartbeatH\x00\x12 \n\x03\x65nd\x18\x04 \x01(\x0b\x32\x11.bough.v1.RingEndH\x00\x42\x06\n\x04kind\"\x18\n\tPassReply\x12\x0b\n\x03why\x18\x01 \x01(\t2t\n\x06Stages\x12\x32\n\x04Join\x12\x15.bough.v1.JoinRequest\x1a\x13.bough.v1.JoinReply\x12\x36\n\x04Pass\x12\x15.bough.v1.PassRequest\x1a\x13.bough.v1.PassReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,26 +35,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STAGEFACTS']._serialized_end=157
   _globals['_STAGEROOM']._serialized_start=160
   _globals['_STAGEROOM']._serialized_end=302
-  _globals['_STAGEFIGURES']._serialized_start=304
-  _globals['_STAGEFIGURES']._serialized_end=396
-  _globals['_JOINREQUEST']._serialized_start=399
-  _globals['_JOINREQUEST']._serialized_end=560
-  _globals['_ASSIGNMENT']._serialized_start=563
-  _globals['_ASSIGNMENT']._serialized_end=757
-  _globals['_JOINREPLY']._serialized_start=759
-  _globals['_JOINREPLY']._serialized_end=845
-  _globals['_RINGHELLO']._serialized_start=847
-  _globals['_RINGHELLO']._serialized_end=923
-  _globals['_FRAMEPIECE']._serialized_start=925
-  _globals['_FRAMEPIECE']._serialized_end=1040
-  _globals['_HEARTBEAT']._serialized_start=1042
-  _globals['_HEARTBEAT']._serialized_end=1053
-  _globals['_RINGEND']._serialized_start=1055
-  _globals['_RINGEND']._serialized_end=1077
-  _globals['_PASSREQUEST']._serialized_start=1080
-  _globals['_PASSREQUEST']._serialized_end=1254
-  _globals['_PASSREPLY']._serialized_start=1256
-  _globals['_PASSREPLY']._serialized_end=1280
-  _globals['_STAGES']._serialized_start=1282
-  _globals['_STAGES']._serialized_end=1398
+  _globals['_STAGEFIGURES']._serialized_start=305
+  _globals['_STAGEFIGURES']._serialized_end=456
+  _globals['_JOINREQUEST']._serialized_start=459
+  _globals['_JOINREQUEST']._serialized_end=620
+  _globals['_ASSIGNMENT']._serialized_start=623
+  _globals['_ASSIGNMENT']._serialized_end=817
+  _globals['_JOINREPLY']._serialized_start=819
+  _globals['_JOINREPLY']._serialized_end=905
+  _globals['_RINGHELLO']._serialized_start=907
+  _globals['_RINGHELLO']._serialized_end=983
+  _globals['_FRAMEPIECE']._serialized_start=985
+  _globals['_FRAMEPIECE']._serialized_end=1100
+  _globals['_HEARTBEAT']._serialized_start=1102
+  _globals['_HEARTBEAT']._serialized_end=1113
+  _globals['_RINGEND']._serialized_start=1115
+  _globals['_RINGEND']._serialized_end=1137
+  _globals['_PASSREQUEST']._serialized_start=1140
+  _globals['_PASSREQUEST']._serialized_end=1314
+  _globals['_PASSREPLY']._serialized_start=1316
+  _globals['_PASSREPLY']._serialized_end=1340
+  _globals['_STAGES']._serialized_start=1342
+  _globals['_STAGES']._serialized_end=1458
 # @@protoc_insertion_point(module_scope)

@@ -39,16 +39,22 @@ class StageRoom(_message.Message):
     def __init__(self, memory_bytes: _Optional[int] = ..., link_bytes_per_second: _Optional[float] = ..., layer_seconds: _Optional[float] = ..., name: _Optional[str] = ..., num_threads: _Optional[int] = ..., kv_on_host: _Optional[bool] = ...) -> None: ...
 
 class StageFigures(_message.Message):
-    __slots__ = ("first_layer", "end_layer", "memory_bytes", "device")
+    __slots__ = ("first_layer", "end_layer", "memory_bytes", "device", "num_rows", "num_states", "max_context")
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     END_LAYER_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATES_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     first_layer: int
     end_layer: int
     memory_bytes: int
     device: str
-    def __init__(self, first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+    num_rows: int
+    num_states: int
+    max_context: int
+    def __init__(self, first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., num_rows: _Optional[int] = ..., num_states: _Optional[int] = ..., max_context: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("stage_id", "address", "facts", "room", "figures")

@@ -7,8 +7,9 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -19,7 +20,7 @@ from bough.processes.process import stage
 from bough.protocol.messages import Timings
 from bough.security.access import Access
 from bough.sizing.placement import gigabytes
-from bough.sizing.stage_split import StageRoom, require_layers, split_layers
+from bough.sizing.stage_split import StageRoom, require_layers, split_layers, stage_load
 from bough.telemetry.metrics import counter
 from target_worker.stages.measured import Needs
 from target_worker.stages.remote import OtherStages
@@ -28,7 +29,6 @@ from target_worker.stages.roster import Assignment, Roster, StageFacts, StageFig
 from target_worker.stages.service import StagesService
 from target_worker.stages.slots import SlotLog
 from target_worker.sweep.held_layers import HeldLayers
-from target_worker.sweep.streamed_model import StageLayers
 
 logger = logging.getLogger(__name__)
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
@@ -36,6 +36,14 @@ Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 POLL_SECONDS = 0.1
 NANO = 1e-9
 HOP_SECONDS = 0.002  # of hidden states to the next member, before it has been measured
+
+
+class Split(NamedTuple):
+    """What the members of a target hold."""
+
+    ranges: list[range]  # layers of each, the head's first
+    room: KVRoom  # of all
+    max_context: int  # tokens of the longest session
 
 
 class StagesHead:
@@ -63,32 +71,32 @@ class StagesHead:
         self._roster = Roster(facts, self._num_members)
         self.service = StagesService(self.ring, self._roster)
 
-    def split(self, whole: HeldLayers, own: StageRoom, room: KVRoom) -> list[StageLayers]:
-        """Wait for all stages, and decide the layers of each member; blocks the loading thread.
+    def split(self, whole: HeldLayers, own: StageRoom, room: KVRoom, asked: TargetConfig) -> Split:
+        """Wait for all stages, and decide what each member holds; blocks the loading thread.
 
-        `own` is what the head offers. Raises ConfigError if there are too few layers, or memory is too small.
+        `own` is what the head offers, and `asked` are its settings without defaults. Stages that have loaded their
+        layers keep them, and KV memory of the size that an earlier head chose, if that fits this one.
+
+        Raises ConfigError if there are too few layers, or memory is too small.
         """
         sizes, config = [layer.num_bytes for layer in whole.layers], whole.config
         require_layers(len(sizes), self._num_members)  # rather than once the last one has joined
         stage(f"waiting for {self._num_members - 1} stages (--stage-of {self.address})")
         while (rooms := self.roster.wait_complete(POLL_SECONDS)) is None:
             pass
-        members = [own, *rooms]
-        needs = [Needs.of(whole, each, room, is_head=each is own) for each in members]
-        left = [
-            each._replace(memory_bytes=max(0, each.memory_bytes - own_needs.buffer_bytes))
-            for each, own_needs in zip(members, needs, strict=True)
-        ]
-        ranges = loaded_split(self.roster.figures(), len(sizes)) or split_layers(
-            sizes, [each.kv_bytes for each in needs], left, HOP_SECONDS
-        )
-        parts = [StageLayers(each.start, each.stop, len(sizes)) for each in ranges]
-        limits = config.max_context, config.max_nodes, config.max_sweep_tokens, config.rows
-        self.roster.assign([Assignment(i, part.first, part.end, *room, *limits) for i, part in enumerate(parts) if i])
-        for part, each in zip(parts, members, strict=True):
-            size = gigabytes(sum(sizes[part.first : part.end]))
-            logger.info("%s: layers %d to %d, %s", each.name, part.first, part.end - 1, size)
-        return parts
+        members, split = [own, *rooms], loaded_split(self.roster.figures(), len(sizes))
+        if split is None or not is_kept(split, whole, own, room, asked):
+            needs = [Needs.of(whole, config, each, room, is_head=each is own) for each in members]
+            left = [own_needs.left(each) for own_needs, each in zip(needs, members, strict=True)]
+            ranges = split_layers(sizes, [each.kv_bytes for each in needs], left, HOP_SECONDS)
+            split = Split(ranges, room, config.max_context)
+        limits = *split.room, split.max_context, config.max_nodes, config.max_sweep_tokens, config.rows
+        stages = [*enumerate(split.ranges)][1:]
+        self.roster.assign([Assignment(number, each.start, each.stop, *limits) for number, each in stages])
+        for layers, each in zip(split.ranges, members, strict=True):
+            size = gigabytes(sum(sizes[layers.start : layers.stop]))
+            logger.info("%s: layers %d to %d, %s", each.name, layers.start, layers.stop - 1, size)
+        return split
 
     def connect(self) -> None:
         """Connect the ring, and wait until all stages have loaded their layers; blocks the loading thread."""
@@ -134,11 +142,28 @@ class StagesHead:
         return None if others is None else [self.address, *others]
 
 
-def loaded_split(stages: Sequence[StageFigures], num_layers: int) -> list[range]:
-    """The split by which all stages have loaded their layers, for a head that starts again; empty if there is none."""
+def loaded_split(stages: Sequence[StageFigures], num_layers: int) -> Split | None:
+    """The split by which all stages have loaded their layers, for a head that starts again; None if there is none."""
     ends = [stages[0].first_layer, *(each.end_layer for each in stages)]
     is_split = all(each.first_layer == before < each.end_layer for each, before in zip(stages, ends, strict=False))
-    return [range(*pair) for pair in pairwise((0, *ends))] if is_split and ends[0] and ends[-1] == num_layers else []
+    (kv, *others) = {(KVRoom(each.num_rows, each.num_states), each.max_context) for each in stages}
+    if others or not (is_split and ends[0] and ends[-1] == num_layers):
+        return None
+    return Split([range(*pair) for pair in pairwise((0, *ends))], *kv)
+
+
+def is_kept(split: Split, whole: HeldLayers, own: StageRoom, room: KVRoom, asked: TargetConfig) -> bool:
+    """Whether the split of loaded stages fits a head that starts again; arguments are as of `StagesHead.split`.
+
+    By default KV memory depends on what is free at a start: other rows would make all stages start again, too.
+    """
+    config, now = replace(whole.config, max_context=split.max_context), whole.config
+    if (asked.kv_memory or asked.kv_sessions) and split.room != room:
+        return False
+    if (asked.max_context and config != now) or split.room.num_rows < split.max_context + config.max_nodes:
+        return False
+    needs, sizes = Needs.of(whole, config, own, split.room, is_head=True), [layer.num_bytes for layer in whole.layers]
+    return stage_load(sizes, needs.kv_bytes, split.ranges[0], needs.left(own)) is not None
 
 
 class StageCollector(Collector):

@@ -10,6 +10,7 @@ import numba
 import torch
 
 from bough import __version__
+from bough.config.processes import TargetConfig
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.running.host_embeddings import host_bytes
 from bough.model.sizes.hardware_probe import disk_speed, host_link_speed, memory_speed
@@ -64,11 +65,11 @@ class Needs(NamedTuple):
     buffer_bytes: int  # and the head's embeddings
 
     @classmethod
-    def of(cls, whole: HeldLayers, member: StageRoom, room: KVRoom, is_head: bool) -> Needs:
-        """The needs of a member with its own settings and the head's limits; `whole` is the model at the head."""
+    def of(cls, whole: HeldLayers, config: TargetConfig, member: StageRoom, room: KVRoom, is_head: bool) -> Needs:
+        """The needs of a member with its own settings and the limits of `config`; `whole` is the model at the head."""
         skeleton, is_gpu = whole.skeleton, not member.num_threads
         tier = "host" if member.kv_on_host else "device"
-        config = replace(whole.config, kv_tier=tier, threads=member.num_threads)
+        config = replace(config, kv_tier=tier, threads=member.num_threads)
         scratch = max(layer.scratch_bytes(skeleton.dtype, is_gpu) for layer in whole.layers)
         shape = skeleton.kv_shape()
         kv_bytes = layer_kv_bytes(config, skeleton.config, shape, room)
@@ -77,3 +78,7 @@ class Needs(NamedTuple):
         resident, on_host = resident_bytes(skeleton), host_bytes(skeleton, whole.device.type)
         fixed = fixed_bytes(config, is_gpu, skeleton.config, shape, resident, scratch, on_host, room)
         return cls(kv_bytes, fixed.total - sum(kv_bytes))
+
+    def left(self, member: StageRoom) -> StageRoom:
+        """The member with the memory that is left for layers and KV."""
+        return member._replace(memory_bytes=max(0, member.memory_bytes - self.buffer_bytes))

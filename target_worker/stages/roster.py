@@ -52,12 +52,15 @@ class StageFacts:
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """What a stage does now, for people."""
+    """What a stage does now, for people, and for a head that starts again."""
 
     first_layer: int = 0
     end_layer: int = 0  # the layer after its last one; equal to the first before it has layers
     memory_bytes: int = 0  # that its layers and their keys and values take
     device: str = ""  # as far as it decides the bits of results
+    num_rows: int = 0  # as in its `Assignment`, and the next two
+    num_states: int = 0
+    max_context: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class Stage:
         self.slots = slots
         self._model = model
 
-    def run(self, header: bytes, body: bytes | memoryview) -> tuple[bytes, memoryview]:
+    def run(self, header: bytes, body: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
         """The header and body for the next member; without memory for the rows, they say so.
 
         Raises:

@@ -22,6 +22,7 @@ from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.model.sizes.target_limits import KVRoom
 from bough.model.threads import compute_reproducibly_with, hand_over_soon
 from bough.processes.process import advertised, exit_if_stopped, ready, stage, stop_event, with_advertised_host
+from bough.protocol.codec_fields import like
 from bough.rpc.server import serving
 from bough.rpc.services import STAGES, add_service
 from bough.security.access import Access, require_guarded
@@ -55,12 +56,11 @@ class StageWorker:
         self._room = room_of(self._whole, self._checkpoint, address)
         self._name, self._address = uuid.uuid4().hex, address
         self._resources = ExitStack()
-        self._layers, self._memory_bytes = (0, 0), 0
+        self._figures = StageFigures(device=described(self._whole.device))
 
     def call(self) -> JoinCall:
         """What the stage says to its head at the moment."""
-        figures = StageFigures(*self._layers, self._memory_bytes, described(self._whole.device))
-        return JoinCall(self._name, self._address, self._facts, self._room, figures)
+        return JoinCall(self._name, self._address, self._facts, self._room, self._figures)
 
     def load(self, given: Assignment) -> None:
         """Load the layers and compile; blocks. Raises ConfigError or CheckpointError."""
@@ -74,14 +74,15 @@ class StageWorker:
         part = StageLayers(given.first_layer, given.end_layer, len(self._whole.layers))
         held, room = HeldLayers(config, self._checkpoint, part), KVRoom(given.num_rows, given.num_states)
         held.config = config
-        self._layers = part.first, part.end
+        self._figures = like(StageFigures, given, memory_bytes=0, device=self._figures.device)
         logger.info("stage %d: layers %d to %d of %d", given.number, part.first, part.end - 1, part.total)
         held.place(room)
         held.compile_kernels()
         stage("reading weights")
         held.start(self._resources, room)
         shape = held.skeleton.kv_shape()
-        self._memory_bytes = sum(layer.num_bytes for layer in held.layers) + room.num_rows * shape.row_bytes
+        num_bytes = sum(layer.num_bytes for layer in held.layers) + room.num_rows * shape.row_bytes
+        self._figures = replace(self._figures, memory_bytes=num_bytes)
         logger.info("%s", held.memory_in_words)
         loaded = Stage(held.model, MirroredSlots(shape, held.memory))
         warm = Future[None]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from bough.config.processes import TargetConfig, parse
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.sizes.memory_budget import fixed_bytes
 from bough.model.sizes.target_limits import KVRoom
+from bough.security.access import OPEN
 from bough.sizing.stage_split import StageRoom
 from loadtest.common.tiny_model import save_model
+from target_worker.stages import stage_worker
 from target_worker.stages.head import StagesHead
 from target_worker.stages.measured import Needs
-from target_worker.stages.roster import JoinCall, StageFacts, StageFigures
+from target_worker.stages.ring import Ring
+from target_worker.stages.roster import Assignment, JoinCall, StageFacts, StageFigures
 from target_worker.sweep.held_layers import HeldLayers
 from target_worker.sweep.streamed_model import StageLayers
 from tests.fakes.model.families import FAMILIES
@@ -41,7 +45,7 @@ def test_a_stage_on_a_processor_needs_what_it_then_takes(model: Path) -> None:
     whole = HeldLayers(config_of(model, "--threads", "2"), checkpoint)
     part = StageLayers(1, len(whole.layers), len(whole.layers))
     for threads in (1, 32):
-        needs = Needs.of(whole, StageRoom("b", 10**9, 1e9, 0.01, threads), ROOM, is_head=False)
+        needs = Needs.of(whole, whole.config, StageRoom("b", 10**9, 1e9, 0.01, threads), ROOM, is_head=False)
         held = HeldLayers(config_of(model, "--threads", str(threads)), checkpoint, part)
         held.place(ROOM)
         spare.append(sum(needs.kv_bytes[part.first :]) + needs.buffer_bytes - held.placement.fixed.total)
@@ -52,7 +56,7 @@ def test_a_stage_on_a_processor_needs_what_it_then_takes(model: Path) -> None:
 def test_a_stage_with_kv_on_the_host_needs_little_of_its_gpu(model: Path) -> None:
     """The head is a CPU, which has no such tier."""
     whole = HeldLayers(config_of(model), Checkpoint.open(str(model)))
-    needs = Needs.of(whole, StageRoom("b", 10**9, 1e9, 0.01, kv_on_host=True), ROOM, is_head=False)
+    needs = Needs.of(whole, whole.config, StageRoom("b", 10**9, 1e9, 0.01, kv_on_host=True), ROOM, is_head=False)
     skeleton, config = whole.skeleton, config_of(model, "--kv-tier", "host", "--threads", "1")
     scratch = max(layer.scratch_bytes(torch.float32, True) for layer in whole.layers)
     shape = skeleton.kv_shape()
@@ -69,10 +73,25 @@ async def test_a_stage_with_many_threads_gets_fewer_layers(tiny: Path) -> None:
     for threads in (1, 64):
         head, own = StagesHead(config), StageRoom("a", 10**9, 0.0, 0.01, 1)
         head.admit(FACTS)
-        needs = Needs.of(whole, own._replace(num_threads=64), ROOM, is_head=False)
+        needs = Needs.of(whole, whole.config, own._replace(num_threads=64), ROOM, is_head=False)
         memory = needs.buffer_bytes + max(needs.kv_bytes) + max(layer.num_bytes for layer in whole.layers)
         room = StageRoom("b", memory, 0.0, 0.001, threads)
         head.roster.join(JoinCall("id", "127.0.0.1:1", FACTS, room, StageFigures()))
-        parts = await asyncio.to_thread(head.split, whole, own, ROOM)
-        sizes.append(parts[1].end - parts[1].first)
+        split = await asyncio.to_thread(head.split, whole, own, ROOM, config)
+        sizes.append(len(split.ranges[1]))
     assert sizes == [3, 1]
+
+
+async def test_a_stage_says_what_it_has_loaded(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For people, and for a head that starts again."""
+    monkeypatch.setattr(stage_worker, "room_of", lambda *_: StageRoom("b", 10**9, 1e9, 0.01))  # which takes seconds
+    ring = Ring(OPEN, is_head=False)
+    worker = await asyncio.to_thread(stage_worker.StageWorker, config_of(tiny, "--backend", "reference"), ring, "b:1")
+    try:
+        await asyncio.to_thread(worker.load, Assignment(1, 2, 4, 700, 0, 300, 64, 256, 64))
+        figures = worker.call().figures
+    finally:
+        await ring.close()
+        await asyncio.to_thread(worker.close)
+    assert figures.memory_bytes > 0
+    assert replace(figures, memory_bytes=0, device="") == StageFigures(2, 4, num_rows=700, max_context=300)

@@ -169,4 +169,4 @@ def test_settings_that_contradict_are_refused(flags: list[str], message: str) ->
 async def test_more_stages_than_layers_are_refused_before_any_joins(tiny: Path) -> None:
     config = config_of(tiny, "--stages", "9")
     with pytest.raises(ConfigError, match=r"^--stages: must be at most 4, as each has a layer .*, got 9$"):
-        StagesHead(config).split(HeldLayers(config, Checkpoint.open(str(tiny))), ROOM, KVRoom(1, 1))
+        StagesHead(config).split(HeldLayers(config, Checkpoint.open(str(tiny))), ROOM, KVRoom(1, 1), config)
