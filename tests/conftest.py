@@ -38,7 +38,7 @@ WITHOUT_TORCH = {
 
 # Tests are deterministic: examples are the same in every run; --hypothesis-profile=default draws others.
 hypothesis.settings.register_profile(
-    "patient", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "patient", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("patient")
 

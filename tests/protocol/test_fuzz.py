@@ -17,7 +17,7 @@ import grpc
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.client import Client
@@ -35,7 +35,6 @@ from tests.fakes.stack import MAX_CONTEXT, Stack, stack
 
 TIMEOUT_SECONDS = 20.0
 NAMES_OF_ERRORS = {kind.__name__: code for kind, code in STATUS_OF.items()}
-FUZZ = settings(max_examples=80, derandomize=True)
 METHODS: dict[str, tuple[str, Message]] = {
     "/bough.v1.Target/Verify": ("target", VERIFY),
     "/bough.v1.Target/Release": ("target", RELEASE),
@@ -105,14 +104,12 @@ async def check_well(services: Stack) -> None:
 GOOD: dict[str, tuple[int, ...]] = {}  # what the ordinary request got the first time
 
 
-@FUZZ
 @given(method=st.sampled_from(sorted(METHODS)), request_bytes=st.binary(max_size=200))
 async def test_random_bytes_are_answered_with_a_status(running: Stack, method: str, request_bytes: bytes) -> None:
     await check_answered(running, method, request_bytes)
 
 
 @pytest.mark.slow
-@FUZZ
 @given(data=st.data(), method=st.sampled_from(sorted(METHODS)))
 async def test_valid_messages_with_changed_bytes_are_answered(running: Stack, data: st.DataObject, method: str) -> None:
     changed = bytearray(METHODS[method][1].SerializeToString())
@@ -164,7 +161,6 @@ def mutate(data: st.DataObject, message: Message) -> None:
 
 
 @pytest.mark.slow
-@settings(FUZZ, max_examples=100)
 @given(
     data=st.data(),
     call=st.sampled_from(
@@ -246,7 +242,6 @@ async def right(running: Stack) -> list[int]:
 
 
 @pytest.mark.slow
-@settings(FUZZ, max_examples=60)
 @given(steps=STEPS)
 async def test_verify_and_release_may_come_in_any_order(running: Stack, right: list[int], steps: list[Step]) -> None:
     """Wrong epochs, rounds and assumptions, repeated and concurrent; every verdict is right."""

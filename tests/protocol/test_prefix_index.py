@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.protocol import prefix_hash
@@ -15,7 +15,6 @@ texts = st.lists(pieces, max_size=5).map(lambda parts: [token for token, count i
 changes = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 80), texts), max_size=20)
 
 
-@settings(max_examples=200)
 @given(changes, texts)
 def test_the_index_finds_what_comparing_with_every_session_finds(changes: list, wanted: list[int]) -> None:
     index: PrefixIndex[int] = PrefixIndex()

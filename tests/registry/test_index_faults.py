@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import ConfigError, InvalidRequest, Unavailable
@@ -166,7 +166,6 @@ FOREIGN = st.one_of(
 )
 
 
-@settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from(KEYS), FOREIGN, min_size=1), st.permutations(sorted(OPERATIONS)), st.booleans())
 def test_foreign_values_under_boughs_keys_raise_nothing_and_are_replaced(
     server: Server, foreign: dict[str, tuple[Any, ...]], order: list[str], ours_before: bool
@@ -225,7 +224,6 @@ RECORDS: dict[str, tuple[str, Callable[[bytes], Any]]] = {
 }
 
 
-@settings(max_examples=300)
 @given(st.sampled_from(sorted(RECORDS)), st.data())
 def test_altered_records_are_read_or_ignored(kind: str, data: st.DataObject) -> None:
     """One field anywhere in the JSON becomes something else, or goes."""

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import StaleEpoch, Unavailable
@@ -149,7 +149,6 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=50)
 @given(OPERATIONS)
 def test_the_quota_is_never_exceeded_and_the_ledger_matches_the_entries(
     server: Server, operations: list[tuple[str, int, int]]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import StaleEpoch, Unavailable
@@ -183,7 +183,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60)
 @given(STEPS)
 def test_the_index_only_contains_what_was_written(server: Server, steps: list[tuple[str, int, int]]) -> None:
     """Two holders claim, write, repeat old writes and drop, and it may be flushed: what is loaded is always the newest
@@ -293,7 +292,6 @@ async def test_of_too_many_prefixes_the_oldest_are_removed(
     assert await registry.find_prefixes("m", old, ["a"]) == {"a": 3}, "the last blocks of a text go first"
 
 
-@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=5), st.lists(st.integers(0, 1), max_size=6))
 def test_the_longest_prefix_is_found(server: Server, held: list[list[int]], wanted: list[int]) -> None:
     asyncio.run(_check_longest_prefix(server, held, wanted))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.protocol.cost_curve import CostCurve
@@ -251,7 +251,6 @@ anything = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(anything, min_size=1, max_size=40), st.sampled_from([1, 8, 128]), st.booleans())
 def test_any_samples_give_a_valid_curve(
     sweeps: list[tuple[int, float, float, int]], step: int, has_prior: bool

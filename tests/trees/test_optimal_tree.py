@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.trees.acceptance import Acceptance, acceptance_from, smoothed
@@ -66,7 +66,6 @@ def worth(forest: tuple[object, ...], acceptance: Acceptance, depth: int = 0) ->
     )
 
 
-@settings(max_examples=60)
 @given(acceptances, st.integers(1, 7), st.integers(1, 6))
 def test_no_shape_is_better_than_the_optimal_one(acceptance: Acceptance, nodes: int, levels: int) -> None:
     shape = best_shape(acceptance, nodes, levels)
@@ -172,7 +171,6 @@ def require_no_better_split(acceptance: Acceptance, nodes: int, levels: int) -> 
         np.testing.assert_allclose(table.best, expected.best, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=60)
 @given(acceptances, st.integers(1, 24), st.integers(1, 8))
 def test_no_split_is_missed(acceptance: Acceptance, nodes: int, levels: int) -> None:
     """Only splits near the best one of concave values are tried."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest, NotFound, PrefixMissing, StaleEpoch, Unavailable
@@ -387,7 +387,6 @@ plans = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
 @given(
     st.lists(turns, min_size=2, max_size=8),
     plans,

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.model.cpu import gemm, gemm_parallel, jit, llvm_vectors, work_stealing
@@ -39,7 +39,6 @@ def blocks_of(rows: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),
     num_rows=st.sampled_from([1, 2, 4, 8, 13, 16, 40, 70]),
@@ -61,7 +60,6 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
     np.testing.assert_allclose(sums, 1 + right[:, :whole], rtol=1e-4, atol=1e-3)
 
 
-@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), num_rows=st.integers(1, 8), outputs=st.integers(GROUP, 90), words=st.integers(1, 70))
 def test_few_rows_have_the_bits_of_many(seed: int, num_rows: int, outputs: int, words: int) -> None:
     """For any form of the result, and if inputs do not fill lines."""

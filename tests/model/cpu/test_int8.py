@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import GemmaConfig, LlamaConfig
@@ -87,7 +87,6 @@ def random_numbers(seed: int, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),
     num_rows=st.sampled_from([1, 2, 3, 4, 7, 8, 13, 16, 40]),
@@ -123,7 +122,6 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
     np.testing.assert_allclose(sums, 1 + right, rtol=1e-5, atol=1e-4)
 
 
-@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), values=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=4))
 def test_the_largest_possible_sums_are_exact(seed: int, values: list[float]) -> None:
     """All weights are the largest, with the signs of a row's numbers: sums of two in 16 bits hardly fit."""

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.model.cpu.gemm import WORD_BYTES
@@ -27,7 +27,6 @@ def matrices(seed: int, num_rows: int, outputs: int, inputs: int, dtype: torch.d
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     num_rows=st.integers(0, 5 * LANES + 3),
@@ -45,7 +44,6 @@ def test_products_equal_the_reference(
     torch.testing.assert_close(mine, right.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     cuts=st.lists(st.integers(0, 90), max_size=6),

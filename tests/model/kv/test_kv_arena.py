@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.model.kv.session_kv import KVArena, KVShape, KVSlot
@@ -34,7 +34,6 @@ def require_whole(slot: KVSlot, mark: int) -> None:
         assert torch.equal(slot.values[layer, : slot.length, 0, 0], rows - 1000.0 * mark + 0.25 * layer)
 
 
-@settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from("trg"), st.integers(0, 9), st.integers(1, 20)), max_size=40))
 def test_moved_slots_keep_their_content(steps: list[tuple[str, int, int]]) -> None:
     """Every request succeeds if there are enough free rows in total, however they are distributed."""

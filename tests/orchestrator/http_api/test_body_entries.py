@@ -37,7 +37,7 @@ def num_entries(value: Any) -> int:
     return int(isinstance(value, str))
 
 
-@settings(max_examples=300, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=VALUES, is_ascii=st.booleans())
 def test_entries_are_counted_without_those_inside_texts(
     monkeypatch: pytest.MonkeyPatch, value: Any, is_ascii: bool

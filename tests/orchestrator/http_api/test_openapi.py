@@ -198,7 +198,7 @@ READERS: dict[type[Fields], Callable[[bytes, Tokenizer], object]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", READERS)
-@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=st.data())
 def test_requests_that_the_description_allows_are_accepted(kind: type[Fields], data: st.DataObject) -> None:
     """Schemathesis asks a running server in the same way: see docs/http-api.md."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import Exhausted, NotFound
@@ -54,7 +54,6 @@ def require_spelled(session: SessionSlot) -> None:
     assert slot.values[0, : slot.length, 0, 0].tolist() == [-token for token in slot.tokens]
 
 
-@settings(max_examples=120)
 @given(
     st.lists(
         st.tuples(st.sampled_from("ccccrgt"), st.integers(0, 5), st.integers(0, 2), st.integers(1, 120)), max_size=40

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.protocol.prefix_hash import common_length, whole_blocks
@@ -93,7 +93,6 @@ knees = st.sampled_from([inf, 40.0, 20.0, 0.5])
 sizes = st.lists(st.tuples(st.integers(0, 300), st.integers(1, MAX_NODES)), min_size=1, max_size=12)
 
 
-@settings(max_examples=120)
 @given(sizes, knees)
 def test_every_waiting_call_progresses_within_as_many_sweeps_as_there_are_calls(
     mix: list[tuple[int, int]], knee: float
@@ -106,7 +105,6 @@ def test_every_waiting_call_progresses_within_as_many_sweeps_as_there_are_calls(
         assert max(gaps) <= len(calls)
 
 
-@settings(max_examples=100)
 @given(st.lists(st.integers(1, MAX_NODES), min_size=1, max_size=10), st.lists(st.integers(1, 400), max_size=4), knees)
 def test_no_call_starves_while_others_keep_coming(trees: list[int], prompts: list[int], knee: float) -> None:
     """Sessions that decode without end, and prompts among them: a fixed order once kept the last ones out for good."""
@@ -196,7 +194,6 @@ families = st.lists(
 )
 
 
-@settings(max_examples=120)
 @given(families)
 def test_sharing_never_increases_work_or_delays_a_call_for_long(mix: list[tuple[int, int, int, int]]) -> None:
     """Texts of three families, each a beginning in common of some length and an end of their own."""
@@ -215,7 +212,6 @@ def test_sharing_never_increases_work_or_delays_a_call_for_long(mix: list[tuple[
     assert all(call.answered is not None for call in together)
 
 
-@settings(max_examples=200)
 @given(st.integers(2, 10), st.integers(0, 400), st.integers(0, 40), st.integers(1, MAX_NODES))
 def test_waiting_for_anothers_work_delays_nobody(num_calls: int, common: int, own: int, nodes: int) -> None:
     """Calls with a common prefix: by sweep times, no later than had each computed all of it."""

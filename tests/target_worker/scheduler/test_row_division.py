@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.model.batch.batch import Batch
@@ -289,7 +289,6 @@ cases = st.tuples(
 )
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases)
 def test_no_other_division_is_worth_more(
     case: tuple[int, list[tuple[int, bool]], int, float, int],
