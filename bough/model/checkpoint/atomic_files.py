@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -46,9 +47,8 @@ def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None
     Raises:
         ConfigError: the disk is full or cannot be written to, with the system's reason.
     """
-    partial = file.with_name(file.name + PARTIAL)
+    partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}{PARTIAL}")  # other processes may be writing the same file
     try:
-        partial.unlink(missing_ok=True)  # a killed process may have left the file, with another mode
         partial.touch()
         mode = partial.stat().st_mode  # of a new file; safetensors' files are readable only by their owner
         write(partial)
