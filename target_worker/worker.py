@@ -27,6 +27,7 @@ from target_worker.scheduler.engine import SweepEngine
 from target_worker.service import ServedTarget
 from target_worker.stages.head import StageCollector, StagesHead
 from target_worker.stages.measured import facts_of, libraries, room_of
+from target_worker.stages.remote import StageTimes
 from target_worker.stages.slots import LoggedSlot
 from target_worker.sweep.held_layers import HeldLayers, described
 from target_worker.sweep.streamed_model import StageLayers, StreamedSweeper
@@ -91,7 +92,7 @@ class TargetWorker(ServedTarget):
         arena = KVArena(held.skeleton.kv_shape(), held.memory, most_slots=self._room.num_states, kind=kind)
         pool = SlotPool(arena, config.lease_seconds, time.monotonic, self._limits.kv_step)
         self._engine = SweepEngine(
-            StreamedSweeper(held.model, self.grammars),
+            StreamedSweeper(held.model, self.grammars, tuple if stages is None else stages.spans),
             pool,
             self._limits,
             config.max_waiting,
@@ -113,11 +114,12 @@ class TargetWorker(ServedTarget):
 
     def info(self) -> WorkerInfo:
         # the first two decide the order of sums, the third which tokens a grammar allows
-        room = self._room
+        room, stages = self._room, self._stages
+        spent = StageTimes() if stages is None else stages.others.last
         parts = (
             self.held.model.arithmetic,
             self.held.devices_in_words()
-            + ("" if self._stages is None else self._stages.devices_in_words(described(self.held.device))),
+            + ("" if stages is None else stages.devices_in_words(described(self.held.device))),
             libraries(),
             f"code {code_hash(self.held.backend)}",
         )
@@ -131,6 +133,8 @@ class TargetWorker(ServedTarget):
             notes=self._notes(),
             arithmetic=", ".join(parts),
             weights_hash=self._weights_hash.value,
+            stages=() if stages is None else stages.statuses(spent),
+            stage_network_ns=spent.network_ns,
         )
 
     @property
@@ -147,7 +151,8 @@ class TargetWorker(ServedTarget):
 
     def _notes(self) -> tuple[str, ...]:
         notes = [*self.held.notes(), *self._metrics_note]
-        notes += [] if self._stages is None else self._stages.notes()
+        if self._stages is not None and (missing := self._stages.trouble()):
+            notes.append(f"not usable now: {missing}")
         if self._asked.max_context > self._limits.max_context:
             own = self._limits.max_context
             notes.append(

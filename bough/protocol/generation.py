@@ -20,6 +20,18 @@ PROTOCOL_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
+class StageStatus:
+    """A stage of a target: a further machine, which holds consecutive layers. Times are those of the last sweep."""
+
+    address: str
+    first_layer: int
+    end_layer: int  # the layer after its last one
+    memory_bytes: int  # that its layers and their keys and values take, as it has reported last
+    wait_ns: int = 0  # waiting for weights
+    compute_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """A worker's model, limits and load."""
 
@@ -49,6 +61,8 @@ class WorkerInfo:
     context_limit: str = (
         ""  # the flag that keeps max_context below the model's own limit, and that limit; empty if none does
     )
+    stages: tuple[StageStatus, ...] = ()  # of a target that spans machines, in order
+    stage_network_ns: int = 0  # of a target: time of the last sweep between its machines
 
     @property
     def model_identity(self) -> str:

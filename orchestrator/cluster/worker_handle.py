@@ -169,7 +169,10 @@ class Health:
 
 
 # The parts of a worker's report that change while it runs.
-CHANGING = ("weights_hash", "num_sessions", "kv_used_bytes", "num_waiting", "num_running", "num_passes")
+CHANGING = (
+    *("weights_hash", "num_sessions", "kv_used_bytes", "num_waiting", "num_running", "num_passes"),
+    *("notes", "stages", "stage_network_ns"),
+)
 
 AnyClient = TypeVar("AnyClient", DraftClient, TargetClient)
 

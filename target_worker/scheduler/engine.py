@@ -307,7 +307,7 @@ class SweepEngine:
         return True
 
     def _finish(self, parts: Sequence[Part[VerifyJob]], swept: Swept, began_ns: int) -> None:
-        share = SweepShare.of(parts, self.cost)
+        share = SweepShare.of(parts, self.cost, swept.spans)
         for part in parts:
             job = part.job
             self._sweeps.commit(part, swept.timings, began_ns, share)

@@ -32,11 +32,12 @@ class SweepShare(NamedTuple):
     num_rows: int  # of all calls together
     num_trees: int
     cost: CostCurve | None  # of sweeps, this one included
+    spans: Sequence[FinishedSpan] = ()  # parts of the sweep
 
     @classmethod
-    def of(cls, parts: Sequence[Part[Any]], cost: CostCurve | None) -> SweepShare:
+    def of(cls, parts: Sequence[Part[Any]], cost: CostCurve | None, spans: Sequence[FinishedSpan] = ()) -> SweepShare:
         """The calls' shares of a sweep of `parts`."""
-        return cls(sum(part.num_tokens for part in parts), sum(part.has_tree for part in parts), cost)
+        return cls(sum(part.num_tokens for part in parts), sum(part.has_tree for part in parts), cost, spans)
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +99,7 @@ class VerifyJob:
         if self.spans is not None:
             ended_ns = began_ns + timings.total_ns
             note_span(self.spans, "sweep", began_ns, ended_ns, sweep_attributes(num_context, timings, share))
+            self.spans += share.spans
         self.num_computed += num_context
         self.num_sweeps_skipped = 0
         queue_ns = before.queue_ns if before.num_passes else began_ns - self.arrived_ns
@@ -154,6 +156,7 @@ class Swept(NamedTuple):
     timings: Timings  # link figures are those since the last sweep ended: reads run ahead, so some are for later sweeps
     verdict_on: Callable[[VerifyJob], Verdict]  # verdict on a tree of the sweep; raises errors of that call alone
     kv_bytes: int = 0  # KV copied between host and device
+    spans: Sequence[FinishedSpan] = ()  # parts of the sweep, for traces
 
 
 class Sweeper(Protocol):

@@ -17,13 +17,15 @@ from prometheus_client.registry import Collector
 from bough.config.processes import TargetConfig
 from bough.model.sizes.target_limits import KVRoom
 from bough.processes.process import stage
+from bough.protocol.generation import StageStatus
 from bough.protocol.messages import Timings
 from bough.security.access import Access
 from bough.sizing.placement import gigabytes
 from bough.sizing.stage_split import StageRoom, require_layers, split_layers, stage_load
 from bough.telemetry.metrics import counter
+from bough.telemetry.spans import FinishedSpan
 from target_worker.stages.measured import Needs
-from target_worker.stages.remote import OtherStages
+from target_worker.stages.remote import OtherStages, StageTimes
 from target_worker.stages.ring import Ring
 from target_worker.stages.roster import Assignment, Roster, StageFacts, StageFigures
 from target_worker.stages.service import StagesService
@@ -55,6 +57,7 @@ class StagesHead:
         self.others = OtherStages(self.ring, self.log, self.trouble)
         self.service: StagesService | None = None  # once the head knows its own model
         self.address = ""  # at which the last stage reaches this process
+        self.layers: Sequence[range] = ()  # of each stage, once they are divided
         self._num_members = config.stages
         self._loop = asyncio.get_running_loop()
         self._roster: Roster | None = None
@@ -84,7 +87,8 @@ class StagesHead:
         stage(f"waiting for {self._num_members - 1} stages (--stage-of {self.address})")
         while (rooms := self.roster.wait_complete(POLL_SECONDS)) is None:
             pass
-        members, split = [own, *rooms], loaded_split(self.roster.figures(), len(sizes))
+        members = [own, *rooms]
+        split = loaded_split([each.figures for each in self.roster.calls()], len(sizes))
         if split is None or not is_kept(split, whole, own, room, asked):
             needs = [Needs.of(whole, config, each, room, is_head=each is own) for each in members]
             left = [own_needs.left(each) for own_needs, each in zip(needs, members, strict=True)]
@@ -96,6 +100,7 @@ class StagesHead:
         for layers, each in zip(split.ranges, members, strict=True):
             size = gigabytes(sum(sizes[layers.start : layers.stop]))
             logger.info("%s: layers %d to %d, %s", each.name, layers.start, layers.stop - 1, size)
+        self.layers = split.ranges[1:]
         return split
 
     def connect(self) -> None:
@@ -119,23 +124,35 @@ class StagesHead:
         """The devices of stages that differ from the head's `own`, and so may give other bits."""
         return "".join(
             f", layers {each.first_layer} to {each.end_layer - 1} on {each.device}"
-            for each in self.roster.figures()
+            for each in (call.figures for call in self.roster.calls())
             if each.device != own
         )
 
-    def notes(self) -> list[str]:
-        """What each stage holds, and where the time of its last pass went."""
-        found = [f"not usable now: {missing}"] if (missing := self.trouble()) else []
-        timings = self.others.timings
-        for number, each in enumerate(self.roster.figures(), start=1):
-            held = f"layers {each.first_layer} to {each.end_layer - 1}, {gigabytes(each.memory_bytes)}"
-            spent = timings[number - 1] if number <= len(timings) else Timings()
-            spends = f"{spent.wait_ns * NANO:.3f} s waiting for weights, {spent.compute_ns * NANO:.3f} s computing"
-            found.append(f"stage {number}: {held}; last sweep: {spends}")
-        if timings:
-            seconds = self.others.network_seconds
-            found.append(f"between the stages: {seconds:.3f} s of the last sweep, with the network")
-        return found
+    def statuses(self, times: StageTimes) -> tuple[StageStatus, ...]:
+        """What each stage holds, and its part of `times`."""
+        spent = times.stages or (Timings(),) * len(self.layers)
+        return tuple(
+            StageStatus(call.address, own.start, own.stop, call.figures.memory_bytes, each.wait_ns, each.compute_ns)
+            for call, own, each in zip(self.roster.calls(), self.layers, spent, strict=False)
+        )
+
+    def spans(self) -> list[FinishedSpan]:
+        """The last pass through the stages, and each one's part. As clocks differ, hops are shown equally long."""
+        last, found = self.others.last, list[FinishedSpan]()
+        hop_ns = last.network_ns // (len(last.stages) + 1)
+        ended_ns = last.began_ns
+        for number, each in enumerate(self.statuses(last), start=1):
+            began_ns = ended_ns + hop_ns
+            ended_ns = began_ns + each.wait_ns + each.compute_ns
+            attributes = {
+                "bough.stage.first_layer": each.first_layer,
+                "bough.stage.last_layer": each.end_layer - 1,
+                "bough.stage.wait_seconds": each.wait_ns * NANO,
+                "bough.stage.compute_seconds": each.compute_ns * NANO,
+            }
+            found.append(FinishedSpan(f"stage {number}", began_ns, ended_ns, attributes))
+        network = {"bough.stages.network_seconds": last.network_ns * NANO}
+        return [FinishedSpan("stages", last.began_ns, ended_ns + hop_ns, network), *found]
 
     def _members(self) -> list[str] | None:
         others = self.roster.members()
@@ -173,19 +190,20 @@ class StageCollector(Collector):
         self._stages, self._model_name = stages, model_name
 
     def collect(self) -> Iterator[Metric]:
-        figures, totals = self._stages.roster.figures(), self._stages.others.totals
-        layers = [each.end_layer - each.first_layer for each in figures]
+        total = self._stages.others.total
+        stages = self._stages.statuses(total)
+        layers = [each.end_layer - each.first_layer for each in stages]
         yield self._by_stage(GaugeMetricFamily, "bough_stage_layers", "Layers that a stage holds", layers)
-        sizes = [each.memory_bytes for each in figures]
+        sizes = [each.memory_bytes for each in stages]
         yield self._by_stage(GaugeMetricFamily, "bough_stage_bytes", "Memory of a stage's layers and their KV", sizes)
-        wait, compute = ([each.wait_ns * NANO for each in totals], [each.compute_ns * NANO for each in totals])
+        wait, compute = [each.wait_ns * NANO for each in stages], [each.compute_ns * NANO for each in stages]
         text = "Time in which a stage waited for weights"
         yield self._by_stage(CounterMetricFamily, "bough_stage_wait_seconds", text, wait)
         yield self._by_stage(
             CounterMetricFamily, "bough_stage_compute_seconds", "Time in which a stage computed", compute
         )
-        text, seconds = "Time of sweeps between the stages", self._stages.others.total_network_seconds
-        yield counter("bough_stage_network_seconds", text, {"model_name": self._model_name}, seconds)
+        text = "Time of sweeps between the stages"
+        yield counter("bough_stage_network_seconds", text, {"model_name": self._model_name}, total.network_ns * NANO)
 
     def _by_stage(self, kind: type[Family], name: str, text: str, values: Sequence[float]) -> Family:
         family = kind(name, text, labels=["model_name", "stage"])

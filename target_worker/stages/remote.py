@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from operator import add
 
 import torch
 
@@ -17,8 +19,20 @@ from target_worker.stages.ring import Ring
 from target_worker.stages.slots import SlotLog
 
 NEVER = -1
-NANO = 1e-9
 ANSWER_SECONDS = 600.0  # limit of a pass through all stages; heartbeats find a stage that is gone much sooner
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Where the time of passes through the stages went."""
+
+    stages: tuple[Timings, ...] = ()  # in order; empty before the first pass
+    network_ns: int = 0  # in which none of them worked
+    began_ns: int = 0  # of the last pass, by time.perf_counter_ns
+
+    def __add__(self, last: StageTimes) -> StageTimes:
+        stages = tuple(map(add, self.stages, last.stages)) if self.stages else last.stages
+        return StageTimes(stages, self.network_ns + last.network_ns, last.began_ns)
 
 
 class OtherStages:
@@ -29,10 +43,7 @@ class OtherStages:
         self._ring, self._log, self._trouble = ring, log, trouble
         self._epoch = NEVER  # in which the stages hold what the slots say
         self._is_waiting = False
-        self.timings: tuple[Timings, ...] = ()  # of each stage in the last pass
-        self.network_seconds = 0.0  # of the last pass, in which no stage worked
-        self.totals: tuple[Timings, ...] = ()  # of each stage in all passes
-        self.total_network_seconds = 0.0
+        self.last, self.total = StageTimes(), StageTimes()  # of the last pass, and of all
 
     def lost_kv(self) -> bool:
         """Whether the stages have forgotten all slots since the last call, which the head must then forget too.
@@ -52,7 +63,7 @@ class OtherStages:
 
         Raises RingLost if a stage is lost, and AcceleratorFull if one has no memory for so many rows.
         """
-        began = time.perf_counter()
+        began_ns = time.perf_counter_ns()
         given = StagePass.of(self._log.take(), batch, hidden)
         epoch, self._epoch = self._epoch, NEVER  # if this fails, the stages may lack changes of slots
         self._is_waiting = True
@@ -66,16 +77,11 @@ class OtherStages:
         self._epoch = epoch
         if taken.full:  # all stages have repeated the changes
             raise AcceleratorFull(f"stage {len(taken.timings) + 1}: {taken.full}")
-        self._account(taken.timings, time.perf_counter() - began)
+        network_ns = time.perf_counter_ns() - began_ns - sum(each.total_ns for each in taken.timings)
+        self.last = StageTimes(taken.timings, max(0, network_ns), began_ns)  # other clocks may be faster
+        self.total += self.last
         return result
 
     def progress(self) -> int:
         """A counter that grows while the stages work; heartbeats and ANSWER_SECONDS find those that hang."""
         return int(time.monotonic()) if self._is_waiting else 0
-
-    def _account(self, timings: tuple[Timings, ...], seconds: float) -> None:
-        self.timings = timings
-        self.network_seconds = seconds - sum(each.total_ns for each in timings) * NANO
-        before = self.totals or (Timings(),) * len(timings)
-        self.totals = tuple(one + more for one, more in zip(before, timings, strict=True))
-        self.total_network_seconds += self.network_seconds

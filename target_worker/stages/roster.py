@@ -176,10 +176,10 @@ class Roster:
         with self._joined:
             return "; ".join(self._missing(place) for place in self._places if not self._is_live(place))
 
-    def figures(self) -> list[StageFigures]:
-        """What the stages do, in order, as they have said last; without places that were never taken."""
+    def calls(self) -> list[JoinCall]:
+        """The last calls of the stages, in order; without places that were never taken."""
         with self._joined:
-            return [place.call.figures for place in self._places if place.call is not None]
+            return [place.call for place in self._places if place.call is not None]
 
     def _place_of(self, call: JoinCall) -> _Place:
         """The stage's own place, that of its address (it was restarted), or the first free one."""

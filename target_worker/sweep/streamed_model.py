@@ -31,6 +31,7 @@ from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Timings, Verdict
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepTimes, expert_volume
+from bough.telemetry.spans import FinishedSpan
 from bough.trees.tree import Tree
 from target_worker.kv.kv_offload import KVHome
 from target_worker.link.layer_extents import MaterializedLayer
@@ -428,8 +429,11 @@ def compute_curve(
 class StreamedSweeper:
     """Sweeps with a model, and gives verdicts from its logits."""
 
-    def __init__(self, model: StreamedModel, grammars: Grammars) -> None:
-        self._model, self._grammars, self._reader = model, grammars, RowReader()
+    def __init__(
+        self, model: StreamedModel, grammars: Grammars, spans: Callable[[], Sequence[FinishedSpan]] = tuple
+    ) -> None:
+        """`spans` returns parts of the last sweep for traces."""
+        self._model, self._grammars, self._spans, self._reader = model, grammars, spans, RowReader()
         self.rows = model.rows
 
     def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
@@ -443,7 +447,7 @@ class StreamedSweeper:
             job.session.allowed = allowed = self._grammars.along(grammar, job.session.allowed, salt)
             return compute_verdict(call, job.text.tokens, rows.after, rows.best_after, allowed)
 
-        return Swept(timings, verdict_on, self._model.kv_bytes)
+        return Swept(timings, verdict_on, self._model.kv_bytes, self._spans())
 
     def _by_job(self, jobs: Sequence[VerifyJob], logits: torch.Tensor) -> dict[int, LogitRows]:
         """Each job's rows by the job's `id`; rows are in the order of jobs."""

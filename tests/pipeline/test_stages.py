@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +16,11 @@ from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import Unavailable
 from bough.processes.child import RestartPolicy
 from bough.processes.launch import STAGE, TARGET, Cluster, supervised
-from bough.protocol.generation import Event, GenerateOptions, Speculation, Tokens
+from bough.protocol.generation import Event, GenerateOptions, Speculation, StageStatus, Tokens
 from orchestrator.assembly import assembled
 from orchestrator.cluster.worker_handle import TargetHandle
 from tests.conftest import pipeline, settings
+from tests.fakes.collector import Collector, collecting
 from tests.fakes.streams import PROMPT, Seen, read
 from tests.fakes.waiting import until
 
@@ -34,10 +35,20 @@ Fault = Callable[[Cluster], Awaitable[None]]
 
 
 @pytest.fixture(scope="module")
-async def shared(tiny: Path) -> AsyncIterator[Cluster]:
-    """A head and two stages, with a draft."""
-    async with pipeline(settings(tiny, tiny, "--stages", "3", "--max-nodes", "32", drops="2")) as running:
+async def collector() -> AsyncIterator[Collector]:
+    async with collecting() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+async def shared(tiny: Path, collector: Collector) -> AsyncIterator[Cluster]:
+    """A head and two stages, with a draft."""
+    tracing = "--otlp-endpoint", collector.endpoint
+    flags = "--stages", "3", "--max-nodes", "32", *tracing
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        async with pipeline(settings(tiny, tiny, *flags, drops="2", orchestrator=tracing)) as running:
+            yield running
 
 
 @pytest.fixture
@@ -116,6 +127,32 @@ async def test_streams_have_the_tokens_of_one_process(
         seen = await asyncio.gather(*reading)
     assert [each.token_ids for each in seen] == of_one_process
     assert {each.end.finish_reason for each in seen} == {"length"}
+
+
+async def test_a_sweep_says_what_each_stage_did_in_it(whole: Cluster, collector: Collector) -> None:
+    async with Client(whole.address) as client:
+        await read(client, replace(SAMPLED, max_tokens=1, request_id="r"))
+
+        async def are_known() -> bool:  # members report from time to time
+            return all(each.memory_bytes and each.compute_ns for each in await stages_of(client))
+
+        await until(are_known)
+        stages = await stages_of(client)
+    assert [each.first_layer for each in stages[1:]] == [each.end_layer for each in stages[:-1]]
+    spans = await collector.trace_of("r")
+    sweep = next(span for span in spans if span.name == "sweep")
+    (away,) = [span for span in spans if span.name == "stages" and sweep.began_ns <= span.began_ns <= sweep.ended_ns]
+    first, second = (next(span for span in spans if span.name == f"stage {number}") for number in (1, 2))
+    assert [each.attributes["bough.stage.first_layer"] for each in (first, second)] == [
+        each.first_layer for each in stages
+    ]
+    assert sweep.began_ns <= away.began_ns <= first.began_ns <= first.ended_ns
+    assert first.ended_ns <= second.began_ns <= second.ended_ns <= away.ended_ns <= sweep.ended_ns
+
+
+async def stages_of(client: Client) -> Sequence[StageStatus]:
+    (target,) = [each.info for each in (await client.server_info()).workers if each.info.kind == "target"]
+    return target.stages
 
 
 async def read_and_tell(client: Client, options: GenerateOptions, has_begun: asyncio.Event) -> Seen:

@@ -111,6 +111,14 @@ def _print_worker(worker: WorkerStatus) -> None:
     )
     if info.link_bytes_per_pass:
         say(f"              {info.link_bytes_per_pass / 1e9:.2f} GB over the link in every sweep, at most")
+    for number, stage in enumerate(info.stages, start=1):
+        say(
+            f"              stage {number} at {stage.address}: layers {stage.first_layer} to {stage.end_layer - 1}, "
+            f"{stage.memory_bytes / 1e9:.2f} GB; last sweep: {stage.wait_ns / 1e9:.3f} s waiting for weights, "
+            f"{stage.compute_ns / 1e9:.3f} s computing"
+        )
+    if info.stages:
+        say(f"              between the stages: {info.stage_network_ns / 1e9:.3f} s of the last sweep")
     for note in info.notes:
         say(f"              {note}")
 

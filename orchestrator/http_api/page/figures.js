@@ -109,7 +109,12 @@ export function showWorkers(workers, isKnown) {
   fill(byId("workers"), ["worker", "state", "model", "sessions", "KV used", "passes", "address"],
     workers.map(({ address, info, problem }) => [info.kind, isKnown ? problem || "ready" : "unknown", info.model_name,
       info.num_sessions, `${bytes(info.kv_used_bytes)} of ${bytes(info.kv_bytes)}`, info.num_passes, address]));
-  byId("workers").classList.toggle("stale", !isKnown);
+  const stages = workers.flatMap(({ info }) => info.stages.length ? [...info.stages.map((one, i) => [`stage ${i + 1}`,
+    `${one.first_layer} to ${one.end_layer - 1}`, bytes(one.memory_bytes),
+    `${seconds(one.wait_ns / 1e9)} waiting for weights, ${seconds(one.compute_ns / 1e9)} computing`, one.address]),
+  ["network", "", "", seconds(info.stage_network_ns / 1e9), ""]] : []);
+  fill(byId("stages"), stages.length ? ["", "layers", "memory", "last pass", "address"] : [], stages);
+  for (const id of ["workers", "stages"]) byId(id).classList.toggle("stale", !isKnown);
 }
 
 function fill(table, names, rows) {

@@ -11,12 +11,12 @@ import pytest
 from bough.cli.main import argument_parser, main
 from bough.errors import BoughError, NotFound
 from bough.protocol.decision import Decision, DraftCalibration, Mode
-from bough.protocol.generation import Loads, ServerInfo, WorkerInfo, WorkerStatus
+from bough.protocol.generation import Loads, ServerInfo, StageStatus, WorkerInfo, WorkerStatus
 
 HOSTILE = "x\nall is well\r\x1b[2J\x1b]0;x\a\x9b31m\u202e\u2066\u2028\x85\x7f"
 FIRST = WorkerInfo(
     "target", HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1, 1, 1, 1, notes=(HOSTILE,), bough_version=HOSTILE,
-    weights_hash=HOSTILE,
+    weights_hash=HOSTILE, stages=(StageStatus(HOSTILE, 5, 9, 1),),
 )  # fmt: skip
 SECOND = replace(FIRST, weights_hash="another")
 OTHER = replace(FIRST, kind=HOSTILE)

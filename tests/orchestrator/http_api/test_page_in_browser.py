@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bough.protocol.generation import StageStatus, WorkerInfo
 from tests.fakes.browser import BROWSER, Page, browser_page
 from tests.fakes.http_stack import HttpStack, http_stack
 
@@ -264,9 +266,23 @@ async def test_a_key_is_requested_if_one_is_needed(page: Page) -> None:
     await page.until("document.querySelector('#status').textContent == 'no target worker is ready'")
 
 
+async def test_the_stages_of_a_target_are_listed(page: Page) -> None:
+    stages = (StageStatus("host:1", 20, 40, 2 * 10**9, 5 * 10**6, 2 * 10**9), StageStatus("host:2", 40, 80, 10**9))
+    info = WorkerInfo("target", "t", "m", "", "", "", 1, 1, 1, 1, stages=stages, stage_network_ns=3 * 10**6)
+    cluster = {"workers": [{"address": "a", "info": asdict(info), "problem": ""}], "index_problem": ""}
+    assert await page.texts("#stages td") == []
+    await page.value(f"answers['/cluster'] = () => new Response({json.dumps(json.dumps(cluster))}); 0")
+    await page.until("document.querySelectorAll('#stages td').length > 0")
+    assert await page.texts("#stages td") == [
+        *("stage 1", "20 to 39", "2.00 GB", "5.0 ms waiting for weights, 2.00 s computing", "host:1"),
+        *("stage 2", "40 to 79", "1.00 GB", "0.0 ms waiting for weights, 0.0 ms computing", "host:2"),
+        *("network", "", "", "3.0 ms", ""),
+    ]
+
+
 async def test_texts_are_never_markup(page: Page) -> None:
     worker = {"kind": "target", "model_name": "<img src=x>", "model_description": "", "num_sessions": 0}
-    worker |= {"kv_used_bytes": 0, "kv_bytes": 0, "num_passes": 0}
+    worker |= {"kv_used_bytes": 0, "kv_bytes": 0, "num_passes": 0, "stages": []}
     cluster = {"workers": [{"address": "a", "info": worker, "problem": "<b>ill</b>"}], "index_problem": "<i>gone</i>"}
     await page.value(f"answers['/cluster'] = () => new Response({json.dumps(json.dumps(cluster))}); 0")
     await answer_with(page, ROUND | {"texts": [" <img src=y>", " is", " blue"], "tokens": ["<b>", "<b>", "<b>", "<b>"]})

@@ -138,7 +138,7 @@ def test_metrics_are_the_last_reported_ones() -> None:
     head = Head()
     figures = StageFigures(20, 40, 7, "a CPU")
     head.complete().join(call("b", figures=figures))
-    assert head.roster.figures() == [StageFigures(), figures]
+    assert [each.figures for each in head.roster.calls()] == [StageFigures(), figures]
 
 
 def test_calls_and_answers_round_trip_over_the_wire() -> None:
@@ -174,7 +174,7 @@ def test_stages_that_have_layers_get_the_places_of_these_from_a_head_that_starts
     for stage_id, first in (("b", 40), ("a", 20)):
         head.roster.join(call(stage_id, figures=StageFigures(first, first + 20)))
     assert head.roster.wait_complete(0.0) is not None
-    assert [each.first_layer for each in head.roster.figures()] == [20, 40]
+    assert [each.figures.first_layer for each in head.roster.calls()] == [20, 40]
     head.roster.assign(SPLIT)
     assert head.roster.join(call("b")) == SPLIT[1]
     assert head.roster.members() == ["a:1", "b:1"]

@@ -1,7 +1,8 @@
-"""The metrics of stages, which their head exports."""
+"""What a head reports of its stages: to metrics, to traces, and to people."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,16 +10,20 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
+from bough.config.processes import TargetConfig, parse
 from bough.errors import InvalidRequest
+from bough.protocol.generation import StageStatus
 from bough.protocol.messages import Timings
+from bough.sizing.stage_split import StageRoom
 from target_worker.stages.frames import Frame
-from target_worker.stages.head import StageCollector
+from target_worker.stages.head import StageCollector, StagesHead
 from target_worker.stages.pass_codec import pass_from_wire, pass_to_wire
 from target_worker.stages.remote import OtherStages
-from target_worker.stages.roster import StageFigures
+from target_worker.stages.roster import JoinCall, StageFacts, StageFigures
 from target_worker.stages.slots import ChangeKind, SlotLog
 
-FIGURES = [StageFigures(2, 5, 700, "a CPU"), StageFigures(5, 9, 800, "a CPU")]
+FACTS = StageFacts("0.1", "code", "checkpoint", "tokenizer", "bfloat16", "cpu")
+FIGURES = [StageFigures(memory_bytes=700), StageFigures(memory_bytes=800)]
 BATCH = cast(Any, SimpleNamespace(segments=(), num_tokens=1, num_rows=8))
 SPENT = [Timings(total_ns=3_000_000_000, wait_ns=1_000_000_000, compute_ns=2_000_000_000), Timings()]
 
@@ -45,15 +50,48 @@ class EchoingRing:
         return self.frame
 
 
-def test_stages_are_exported_separately() -> None:
-    others = OtherStages(cast(Any, EchoingRing()), SlotLog(), lambda: "")
-    assert others.lost_kv()
+@pytest.fixture
+async def head() -> StagesHead:
+    """Of two stages, after two passes."""
+    head = StagesHead(parse(TargetConfig, "target_worker", ["--model", "m", "--stages", "3"], {}))
+    head.admit(FACTS)
+    head.layers = [range(2, 5), range(5, 9)]
+    for number, figures in enumerate(FIGURES, start=1):
+        head.roster.join(JoinCall(f"id {number}", f"host:{number}", FACTS, StageRoom("b", 1, 1e9, 0.25), figures))
+    assert [each.wait_ns for each in head.statuses(head.others.last)] == [0, 0], "there was no pass yet"
+    head.others = OtherStages(cast(Any, EchoingRing()), SlotLog(), lambda: "")
+    assert head.others.lost_kv()
     for _ in range(2):
-        assert not others.lost_kv()
-        assert others(BATCH, torch.zeros(1, 8, 4)).shape == (1, 8, 4)
-    registry, roster = CollectorRegistry(), SimpleNamespace(figures=lambda: FIGURES)
-    head = SimpleNamespace(roster=roster, others=others)
-    registry.register(StageCollector(cast(Any, head), "m"))
+        assert not head.others.lost_kv()
+        assert head.others(BATCH, torch.zeros(1, 8, 4)).shape == (1, 8, 4)
+    return head
+
+
+async def test_stages_are_described_with_their_part_of_the_last_sweep(head: StagesHead) -> None:
+    first = StageStatus("host:1", 2, 5, 700, 1_000_000_000, 2_000_000_000)
+    assert head.statuses(head.others.last) == (first, StageStatus("host:2", 5, 9, 800))
+    assert head.others.last.network_ns == 0, "stages that say that they took longer leave no time for the network"
+
+
+async def test_stages_are_spans_of_a_sweep(head: StagesHead) -> None:
+    """They lie in the time that the sweep was away from the head, with equal hops between them."""
+    head.others.last = replace(head.others.last, network_ns=300, began_ns=5_000)
+    whole, first, second = head.spans()
+    assert (whole.name, whole.began_ns, whole.ended_ns) == ("stages", 5_000, 3_000_005_300)
+    assert whole.attributes == {"bough.stages.network_seconds": pytest.approx(3e-7)}
+    assert (first.name, first.began_ns, first.ended_ns) == ("stage 1", 5_100, 3_000_005_100)
+    assert first.attributes == {
+        "bough.stage.first_layer": 2,
+        "bough.stage.last_layer": 4,
+        "bough.stage.wait_seconds": 1.0,
+        "bough.stage.compute_seconds": 2.0,
+    }
+    assert (second.name, second.began_ns, second.ended_ns) == ("stage 2", 3_000_005_200, 3_000_005_200)
+
+
+async def test_stages_are_exported_separately(head: StagesHead) -> None:
+    registry = CollectorRegistry()
+    registry.register(StageCollector(head, "m"))
     lines = generate_latest(registry).decode().splitlines()
     values = {name: float(value) for name, value in (line.split() for line in lines if not line.startswith("#"))}
     network = values.pop('bough_stage_network_seconds_total{model_name="m"}')
@@ -67,7 +105,7 @@ def test_stages_are_exported_separately() -> None:
         'bough_stage_compute_seconds_total{model_name="m",stage="1"}': 4,
         'bough_stage_compute_seconds_total{model_name="m",stage="2"}': 0,
     }
-    assert network == pytest.approx(others.total_network_seconds)
+    assert network == pytest.approx(head.others.total.network_ns / 1e9)
 
 
 def test_the_stages_kv_counts_as_lost_if_a_pass_could_not_be_sent() -> None:
