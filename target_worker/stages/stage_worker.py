@@ -74,9 +74,9 @@ class StageWorker:
         part = StageLayers(given.first_layer, given.end_layer, len(self._whole.layers))
         held, room = HeldLayers(config, self._checkpoint, part), KVRoom(given.num_rows, given.num_states)
         held.config = config
-        self._figures = like(StageFigures, given, memory_bytes=0, device=self._figures.device)
         logger.info("stage %d: layers %d to %d of %d", given.number, part.first, part.end - 1, part.total)
         held.place(room)
+        self._figures = like(StageFigures, given, memory_bytes=0, device=held.devices_in_words())
         held.compile_kernels()
         stage("reading weights")
         held.start(self._resources, room)

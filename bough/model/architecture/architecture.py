@@ -142,6 +142,7 @@ def _keep_layers(model: PreTrainedModel, kept: tuple[int, ...]) -> None:
     """Remove all other layers from a model and its configuration, and number the rest from 0."""
     cut_layers(model.config, kept)
     decoder: Any = model.get_decoder()
+    decoder.all_layers = [decoder.layers]  # in a list, as otherwise torch would take them for a part of the model
     decoder.layers = nn.ModuleList(decoder.layers[index] for index in kept)
     for index, layer in enumerate(decoder.layers):
         for module in layer.modules():

@@ -52,10 +52,11 @@ def row_counts(
 ) -> RowCounts:
     """Row counts: always `most` if a library may compute products: on a GPU, in float16, or with transposed packing.
 
-    The same holds with latent attention, and if torch may split a step of rows: with experts, or unusual sizes. `model`
-    may be on the meta device.
+    The same holds with latent attention, and if torch may split a step of rows: with experts, or unusual sizes. A part
+    of a model computes as the whole of it. `model` may be on the meta device.
     """
-    layers = model.get_decoder().layers
+    decoder: Any = model.get_decoder()
+    (layers,) = getattr(decoder, "all_layers", [decoder.layers])
     linears = (*_linears(layers), model.get_output_embeddings())
     is_ours = (
         (quantization is None or not quantization.is_transposed)

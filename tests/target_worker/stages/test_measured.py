@@ -85,6 +85,7 @@ async def test_a_stage_with_many_threads_gets_fewer_layers(tiny: Path) -> None:
 async def test_a_stage_says_what_it_has_loaded(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For people, and for a head that starts again."""
     monkeypatch.setattr(stage_worker, "room_of", lambda *_: StageRoom("b", 10**9, 1e9, 0.01))  # which takes seconds
+    monkeypatch.setattr(HeldLayers, "devices_in_words", lambda _: "a GPU, layers [1] on another")
     ring = Ring(OPEN, is_head=False)
     worker = await asyncio.to_thread(stage_worker.StageWorker, config_of(tiny, "--backend", "reference"), ring, "b:1")
     try:
@@ -94,4 +95,5 @@ async def test_a_stage_says_what_it_has_loaded(tiny: Path, monkeypatch: pytest.M
         await ring.close()
         await asyncio.to_thread(worker.close)
     assert figures.memory_bytes > 0
-    assert replace(figures, memory_bytes=0, device="") == StageFigures(2, 4, num_rows=700, max_context=300)
+    device = "a GPU, layers [1] on another"
+    assert replace(figures, memory_bytes=0) == StageFigures(2, 4, device=device, num_rows=700, max_context=300)

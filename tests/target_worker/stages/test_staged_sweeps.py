@@ -80,3 +80,12 @@ def test_stages_compute_the_bits_of_one_process(family: str, tmp_path: Path) -> 
             assert all(map(torch.equal, found, wanted))
             assert len(found) == len(wanted)
             assert len(target.num_bytes) == len(cuts) * NUM_SWEEPS
+
+
+@pytest.mark.parametrize("family", ["qwen2 moe, shared expert", "qwen3.5, recurrent layers"])
+def test_a_part_computes_as_the_whole_model_whatever_its_own_layers_are(family: str, tmp_path: Path) -> None:
+    """A layer without experts or states has other products in a model of such layers alone."""
+    folder = save_model(tmp_path / "model", FAMILIES[family])
+    with streamed(folder, torch.float32) as whole, staged(folder, torch.float32, [1, 2, 3]) as target:
+        for part in (target.model, *(stage._model for stage in target.stages)):
+            assert (part.rows, part.arithmetic) == (whole.rows, whole.arithmetic)
