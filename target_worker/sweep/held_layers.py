@@ -162,8 +162,8 @@ class HeldLayers:
         return KVHome()
 
     def _streams_for_kv(self, resources: ExitStack) -> dict[torch.device, DeviceStreams]:
-        """Streams of every GPU that copies KV from the host; none if the KV is on the GPUs."""
-        if self.config.kv_tier != "host":
+        """Streams of every GPU that copies KV from the host; none if the KV is on the GPUs, or no layer has any."""
+        if self.config.kv_tier != "host" or not self.skeleton.kv_shape().num_layers:
             return {}
         devices = dict.fromkeys((self.device, *self._elsewhere.values()))
         found = {device: streams for device in devices if (streams := streams_of(device)) is not None}

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from bough.config.processes import TargetConfig, parse
 from bough.model.batch.batch import Batch
+from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.arena import Arena
 from bough.model.kv.session_kv import KVArena
 from bough.model.kv.slot import Segment
 from bough.protocol.ids import ScopedId
+from loadtest.common.inline_streams import InlineStreams
 from loadtest.common.tiny_model import save_model
 from target_worker.kv.slot_index import Text
 from target_worker.kv.slot_pool import SlotPool
-from target_worker.sweep.streamed_model import StreamedModel
+from target_worker.stages.slots import MirroredSlots
+from target_worker.sweep import held_layers
+from target_worker.sweep.held_layers import HeldLayers
+from target_worker.sweep.streamed_model import StageLayers, StreamedModel
 from tests.fakes.model.families import FAMILIES, random_tree
 from tests.fakes.models import CPU, streamed
 from tests.fakes.staged_models import staged
@@ -89,3 +96,20 @@ def test_a_part_computes_as_the_whole_model_whatever_its_own_layers_are(family: 
     with streamed(folder, torch.float32) as whole, staged(folder, torch.float32, [1, 2, 3]) as target:
         for part in (target.model, *(stage._model for stage in target.stages)):
             assert (part.rows, part.arithmetic) == (whole.rows, whole.arithmetic)
+
+
+def test_a_stage_of_recurrent_layers_alone_has_no_kv_to_keep_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, dtype = save_model(tmp_path / "model", FAMILIES["qwen3.5, recurrent layers"]), torch.float32
+    with streamed(folder, dtype) as whole:
+        shape = whole.skeleton.kv_shape()
+        wanted = conversation(whole, KVArena(shape, shape.empty(NUM_ROWS, CPU), most_slots=3), 1)
+    config = parse(TargetConfig, "t", ["--model", str(folder), "--dtype", "float32", "--kv-tier", "host"], {})
+    held = HeldLayers(config, Checkpoint.open(str(folder)), StageLayers(3, 4, 4))
+    monkeypatch.setattr(held_layers, "streams_of", lambda _: InlineStreams())  # as of a GPU
+    with ExitStack() as resources, staged(folder, dtype, [3], NUM_ROWS, 3) as target:
+        (stage,) = target.stages
+        stage._model._kv = held._make_memory(resources, NUM_ROWS)
+        stage.slots = MirroredSlots(held.skeleton.kv_shape(), held.memory)
+        assert all(map(torch.equal, conversation(target.model, target.arena, 1), wanted))
