@@ -17,6 +17,7 @@ EVERYWHERE = ("bough/model", "bough/protocol", "bough/trees", "constraints.txt",
 COVERS = {  # what each folder's long tests may fail for, besides its own code
     "tests/cli": ("bough/cli", "bough/processes", "orchestrator"),
     "tests/clients": ("bough/grammar", "bough/tokenization", "orchestrator"),
+    "tests/draft_worker": ("draft_worker",),
     "tests/gpu": ("draft_worker", "target_worker"),
     "tests/loadtest": ("bough/simulation", "draft_worker", "loadtest", "orchestrator", "simulator", "target_worker"),
     "tests/model": ("bough/sizing", "loadtest/common"),

@@ -62,7 +62,7 @@ def test_a_likely_outcome_is_grown_before_the_call(plan: TreePlan, params: Sampl
     model = FakeModel()
     engine = new_engine(model, ahead_steps=LONG)
     tokens = [3, 1, 4]
-    for _ in range(5):
+    for _ in range(3):
         result = grow_now(engine, grow_call(tokens, sampling=params, plan=plan))
         go_ahead(engine)
         tokens = likely_outcome(tokens, result.tree)
@@ -72,7 +72,7 @@ def test_a_likely_outcome_is_grown_before_the_call(plan: TreePlan, params: Sampl
         assert result.tree == grown_alone(call).tree
         assert (result.timings.num_passes, model.rows_run) == (0, [])
         assert result.num_warm_nodes > 0
-    assert engine.num_warm_trees >= 5
+    assert engine.num_warm_trees >= 3
 
 
 def test_draft_ahead_ends_after_its_steps_and_yields_to_calls() -> None:

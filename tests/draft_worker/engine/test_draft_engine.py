@@ -20,6 +20,7 @@ from bough.trees.tree_plan import MAX_EXPANSIONS, BestFirst, Growth, Guess, Sche
 from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window
 from tests.fakes.draft import VOCAB, FakeModel, fake_log_probs, grow_call, grow_now, grown_alone, new_engine, started
+from tests.fakes.tiers import long_but
 
 GROWTHS: tuple[Growth, ...] = (BestFirst(12, 3, 4), StaticShape((0, 0, 1, 1, 2)), StaticShape.chains(2, 3))
 
@@ -325,7 +326,7 @@ def accepted(tokens: list[int], tree: Tree, take: int, bonus: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("params", PARAMS[1:], ids=("plain", "penalties"))
-@pytest.mark.parametrize("ahead_steps", [0, 12])
+@pytest.mark.parametrize("ahead_steps", long_but([12], [0, 12]))
 def test_a_repeated_answer_starts_again(plan: TreePlan, params: SamplingParams, ahead_steps: int) -> None:
     """All of the prompt was held, so nothing had to be run, and what lay below the old answer was taken for its own."""
     engine = new_engine(FakeModel(), ahead_steps=ahead_steps)

@@ -18,6 +18,7 @@ from bough.model.quant.formats import SAMPLES
 from loadtest.common.tiny_model import TINY, save_model
 from tests.fakes.model.families import random_tree
 from tests.fakes.models import CPU, new_slot, streamed
+from tests.fakes.tiers import long_but
 
 CPU_KERNELS, REFERENCE = load("cpu"), load("reference")
 CLOSE = 1e-5  # of values near 1: sums of some hundred float32 products in two orders
@@ -71,7 +72,7 @@ def test_products_equal_the_reference(dtype: torch.dtype) -> None:
     torch.testing.assert_close(mine, theirs, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], [torch.float32, torch.bfloat16, torch.float16]), ids=str)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_weights_are_unpacked_to_the_same_bits(name: str, dtype: torch.dtype) -> None:
     packed = SAMPLES[name](256, 512)

@@ -21,6 +21,7 @@ from bough.model.quant.ggml_blocks import TYPES, Blocks
 from bough.model.quant.gptq import Gptq
 from bough.model.quant.scaled import EXPONENTS, FLOAT4, FLOAT8, INT8, WORDS, Scaled
 from tests.fakes.model.gguf_files import random_blocks
+from tests.fakes.tiers import long_but
 
 NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.float16: "F16"}
 NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0"}
@@ -161,7 +162,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], DTYPES), ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_gives_the_references_bits(name: str, dtype: torch.dtype) -> None:
     source, raw = CASES[name](np.random.default_rng(len(name)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from bough.model.batch.batch import Batch, Segment
 from bough.trees.tree import Tree
 from loadtest.common.tiny_model import save_model
 from target_worker.sweep.streamed_model import StreamedModel
-from tests.fakes.model.families import FAMILIES, of_two_layers, random_tree
+from tests.fakes.model.families import FAMILIES, KINDS, of_two_layers, random_tree
 from tests.fakes.models import CPU, decode, new_slot, plain_logits, streamed
 from tests.fakes.tiers import long_but
 
@@ -67,26 +67,21 @@ IN_FLOAT32 = [
 ]
 
 
-QUICK = ("llama", "qwen3", "gemma2, soft-capping, alternating windows", "mixtral", "qwen3.5, recurrent layers")
-
-
-def cases() -> list[Any]:
-    """Every family in bfloat16 and some in float32, of which `make test-fast` takes one of each kind."""
-    both = [*((family, torch.bfloat16) for family in FAMILIES), *((family, torch.float32) for family in IN_FLOAT32)]
-    is_quick = [family in QUICK and dtype is torch.bfloat16 for family, dtype in both]
-    marks = [() if quick else (pytest.mark.slow,) for quick in is_quick]
-    return [pytest.param(*case, marks=own) for case, own in zip(both, marks, strict=True)]
+CASES = long_but(
+    [*((family, torch.bfloat16) for family in KINDS), ("llama", torch.float32)],
+    [*((family, torch.bfloat16) for family in FAMILIES), *((family, torch.float32) for family in IN_FLOAT32)],
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", long_but([torch.bfloat16], [torch.bfloat16, torch.float32]), ids=str)
-@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("family", KINDS)
 def test_the_references_logits_have_the_bits_of_plain_decoding(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     with computing_by("reference"):
         test_logits_have_the_bits_of_plain_decoding(family, dtype, tmp_path)
 
 
-@pytest.mark.parametrize(("family", "dtype"), cases())
+@pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_logits_have_the_bits_of_plain_decoding(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of every node on a path of a random tree, which is at any place among others of random sessions, and contexts."""
     rng = np.random.default_rng(list(FAMILIES).index(family))

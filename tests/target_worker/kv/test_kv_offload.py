@@ -28,6 +28,7 @@ from target_worker.kv.kv_offload import OffloadedKV
 from target_worker.worker import TargetWorker
 from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.models import CPU, streamed
+from tests.fakes.tiers import long_but
 
 SHAPE, NUM_ROWS = KVShape(5, 2, 3, torch.float32), 75
 ROWS = RowCounts(4, 8)
@@ -167,7 +168,7 @@ def two_rounds(folder: Path, dtype: torch.dtype, staged_rows: int) -> tuple[list
     return logits, num_bytes
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], [torch.bfloat16, torch.float32, torch.float16]))
 def test_offloaded_kv_gives_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = save_model(tmp_path / "model", TINY)
     (in_place, nothing), (staged, num_bytes) = (two_rounds(folder, dtype, rows) for rows in (0, 200))

@@ -21,6 +21,7 @@ from target_worker.scheduler.engine import SweepEngine
 from target_worker.sweep.streamed_model import StreamedModel, StreamedSweeper
 from tests.fakes.models import streamed
 from tests.fakes.target import CPU, NO_GRAMMARS, Clock, verify_call
+from tests.fakes.tiers import long_but
 
 LIMITS = TargetLimits(rows=16, max_sweep_tokens=64, max_nodes=16, max_context=128)
 SAMPLING = SamplingParams(temperature=0.8, seed=11, logprobs=4)
@@ -72,7 +73,7 @@ def verdicts(model: StreamedModel, num_sessions: int, step: int, num_rows: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", long_but([torch.float32], [torch.float32, torch.bfloat16]))
 def test_bits_do_not_depend_on_how_slots_grow(tiny: Path, dtype: torch.dtype) -> None:
     with streamed(tiny, dtype) as model:
         whole, num_preemptions = verdicts(model, 3, 1000, 3 * LIMITS.slot_rows)

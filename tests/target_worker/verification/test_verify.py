@@ -179,7 +179,7 @@ def test_penalties_bias_and_logprobs_apply_along_the_path(scheme: Scheme) -> Non
     support = np.array([2], np.int32), np.ones(1, np.float32)
     tree = one_level([2], support)
     counts, num_below = np.zeros(5), 0
-    for seed in range(6000):
+    for seed in range(1500):
         params = SamplingParams(temperature=0.8, presence_penalty=1.5, logit_bias={4: -1000.0}, logprobs=2, seed=seed)
         verdict = verdict_of(tree, scheme, params, logits)
         assert len(verdict.logprobs) == len(verdict.accepted_nodes) + 1
@@ -191,7 +191,7 @@ def test_penalties_bias_and_logprobs_apply_along_the_path(scheme: Scheme) -> Non
             num_below += 1
     expected_probs = probabilities(adjusted(logits[1], params, TokenCounts.of([0, 1, 2, 3, 0, 2], 5)), params)
     assert counts[4] == 0
-    assert num_below > 300
+    assert num_below > 75
     stat = ((counts[:4] - expected_probs[:4] * num_below) ** 2 / (expected_probs[:4] * num_below)).sum()
     assert stat < 50  # 3 degrees of freedom: once in 10^10
 
