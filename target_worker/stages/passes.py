@@ -36,9 +36,13 @@ class PassRows(NamedTuple):
             return cls(slot, int(segment.positions[0]), len(segment), ())
         return cls(slot, segment.base, 0, tuple(_parents(segment).tolist()))
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.parents) or self.num_tokens
+
     def segment(self, slots: MirroredSlots) -> Segment:
         """The rows as a segment of a stage's batch. Raises InvalidRequest, which names what is wrong."""
-        num_rows = len(self.parents) or self.num_tokens
+        num_rows = self.num_rows
         if num_rows < 1:
             raise InvalidRequest("rows.num_tokens", "must be at least 1 without a tree", num_rows)
         slot = slots.slot(self.slot, self.base + num_rows)

@@ -17,9 +17,10 @@ from target_worker.sweep.streamed_model import StreamedModel
 class Stage:
     """Consecutive layers, and the slots of their KV; one thread's own."""
 
-    def __init__(self, model: StreamedModel, slots: MirroredSlots) -> None:
+    def __init__(self, model: StreamedModel, slots: MirroredSlots, most_rows: int) -> None:
+        """`most_rows` is the limit of a pass, for which there is memory."""
         self.slots = slots
-        self._model = model
+        self._model, self._most_rows = model, most_rows
 
     def run(self, header: bytes, body: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
         """The header and body for the next member; without memory for the rows, they say so.
@@ -56,6 +57,8 @@ class Stage:
             raise InvalidRequest("width", f"must be {width}", hidden.shape[1])
         if not given.rows:
             raise InvalidRequest("rows", "must be at least one", "none")
+        if (num_rows := sum(rows.num_rows for rows in given.rows)) > self._most_rows:
+            raise InvalidRequest("rows", f"must be at most {self._most_rows} in all", num_rows)
 
     def _require_positions(self, given: StagePass) -> None:
         """Each slot's rows follow what is committed there: otherwise head and stage hold different rows."""
@@ -64,4 +67,4 @@ class Stage:
             end = ends.get(rows.slot, self.slots.slot(rows.slot).length)
             if rows.base != end:
                 raise InvalidRequest("rows.base", f"must be {end}, after the rows of slot {rows.slot}", rows.base)
-            ends[rows.slot] = end + (len(rows.parents) or rows.num_tokens)
+            ends[rows.slot] = end + rows.num_rows

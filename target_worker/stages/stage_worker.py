@@ -84,7 +84,7 @@ class StageWorker:
         num_bytes = sum(layer.num_bytes for layer in held.layers) + room.num_rows * shape.row_bytes
         self._figures = replace(self._figures, memory_bytes=num_bytes)
         logger.info("%s", held.memory_in_words)
-        loaded = Stage(held.model, MirroredSlots(shape, held.memory))
+        loaded = Stage(held.model, MirroredSlots(shape, held.memory), max(given.max_sweep_tokens, given.max_nodes))
         warm = Future[None]()
         thread = threading.Thread(target=self._run, args=(loaded, warm), name="stage", daemon=True)
         stage("warming up")

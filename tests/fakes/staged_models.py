@@ -53,5 +53,5 @@ def staged(
         ]
         shapes = [model.skeleton.kv_shape() for model in models[1:]]
         slots = [MirroredSlots(shape, shape.empty(num_rows, CPU)) for shape in shapes]
-        stages = [Stage(*each) for each in zip(models[1:], slots, strict=True)]
+        stages = [Stage(*each, num_rows) for each in zip(models[1:], slots, strict=True)]
         yield StagedModel(models[0], stages, num_rows, most_slots)

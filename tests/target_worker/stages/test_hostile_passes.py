@@ -26,6 +26,7 @@ from tests.fakes.target import SHAPE
 NUM_ROWS, OUTSIDE = 40, 16  # rows of the memory, and of what lies before and after it
 HERE, OTHER, NOWHERE = 1, 2, 9  # slots, of which the last does not exist
 MOVED, FORKED, COMMITTED, ROLLED_BACK, SNAPSHOTS, CLEARED = ChangeKind
+MOST_ROWS = 12  # of a pass
 WIDTH = 64  # of hidden states of the tiny model
 BEGINNING = [
     SlotChange(HERE, MOVED, (10, 20, 0)),
@@ -178,7 +179,7 @@ def layers(tiny: Path) -> Iterator[StreamedModel]:
 @pytest.fixture
 def running(layers: StreamedModel) -> Running:
     held = Held.of(layers.skeleton.kv_shape())
-    return Running(Stage(layers, held.slots), held)
+    return Running(Stage(layers, held.slots, MOST_ROWS), held)
 
 
 def tree_of(*parents: int, base: int = 4) -> PassRows:
@@ -193,7 +194,9 @@ def tree_of(*parents: int, base: int = 4) -> PassRows:
         (wire_of(), "rows: must be at least one, got none"),
         (wire_of(PassRows(NOWHERE, 0, 3, ())), "slot: .* got no such slot"),
         (wire_of(PassRows(HERE, 4, 7, ())), "slot: must be a slot with at least 11 rows, as 1, got a slot of 10 rows"),
-        (wire_of(PassRows(HERE, 4, 2**32 - 1, ())), "slot: must be a slot with at least"),
+        (wire_of(PassRows(HERE, 4, 2**32 - 1, ())), "rows: must be at most 12 in all, got 4294967295"),
+        (wire_of(tree_of(-1, *range(12))), "rows: must be at most 12 in all, got 13"),
+        (wire_of(PassRows(HERE, 4, 6, ()), PassRows(OTHER, 8, 7, ())), "rows: must be at most 12 in all, got 13"),
         (wire_of(PassRows(HERE, 2**32 - 1, 3, ())), "rows.base: must be 4, after the rows of slot 1, got 4294967295"),
         (wire_of(PassRows(HERE, 3, 3, ())), "rows.base: must be 4, after the rows of slot 1, got 3"),
         (wire_of(PassRows(HERE, 4, 2, ()), PassRows(HERE, 5, 1, ())), "rows.base: must be 6, .* got 5"),
