@@ -29,6 +29,7 @@ from target_worker.stages.head import StageCollector, StagesHead
 from target_worker.stages.measured import facts_of, libraries, room_of
 from target_worker.stages.remote import StageTimes
 from target_worker.stages.slots import LoggedSlot
+from target_worker.stages.sweeper import StagedSweeper
 from target_worker.sweep.held_layers import HeldLayers, described
 from target_worker.sweep.streamed_model import StageLayers, StreamedSweeper
 
@@ -91,8 +92,11 @@ class TargetWorker(ServedTarget):
         kind = KVSlot if stages is None else partial(LoggedSlot, stages.log)
         arena = KVArena(held.skeleton.kv_shape(), held.memory, most_slots=self._room.num_states, kind=kind)
         pool = SlotPool(arena, config.lease_seconds, time.monotonic, self._limits.kv_step)
+        sweeper = StreamedSweeper(held.model, self.grammars)
+        if stages is not None:
+            sweeper = StagedSweeper(held.model, self.grammars, stages.others, stages.spans)
         self._engine = SweepEngine(
-            StreamedSweeper(held.model, self.grammars, tuple if stages is None else stages.spans),
+            sweeper,
             pool,
             self._limits,
             config.max_waiting,
@@ -100,10 +104,10 @@ class TargetWorker(ServedTarget):
             self._metrics.observe,
             lambda: held.model.num_layers_begun + (0 if stages is None else stages.others.progress()),
             (lambda: False) if stages is None else stages.others.lost_kv,
+            1 if stages is None else config.sweeps_in_flight,
         )
         self._start_engine(lambda: compute_reproducibly_with(config.threads))
         if stages is not None:
-            held.model.other_stages = stages.others
             self._metrics.registry.register(StageCollector(stages, self._name))
             stages.connect()
             with suppress(RingLost):  # then the first call finds that the ring was connected again

@@ -188,6 +188,7 @@ class TargetConfig(WorkerConfig):
     stages: int = setting(
         1, "machines that hold the layers together: this one, and others started with --stage-of", parse_count
     )
+    sweeps_in_flight: int = setting(2, "sweeps that several stages compute at the same time", parse_count)
     stage_of: str = setting(
         "", "HOST:PORT of a target with --stages, for which this process holds layers", parse_address_or_none
     )

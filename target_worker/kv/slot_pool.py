@@ -182,6 +182,7 @@ class SlotPool:
 
     def drop_partial(self, session: SessionSlot) -> None:
         """Drop partial results of a sweep that failed midway."""
+        session.slot.num_in_sweep = 0
         self._index.roll_back(session, session.slot.length)
 
     def forget_all(self) -> None:
@@ -205,12 +206,13 @@ class SlotPool:
 
     def commit(self, session: SessionSlot, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Commit tokens whose keys and values are in `rows`."""
+        session.slot.num_in_sweep = 0
         session.slot.compact(rows, tokens)
         self._index.follow(session)
 
     def end_call(self, session: SessionSlot) -> None:
         """End the session's call; its lease starts."""
-        session.is_busy = False
+        session.is_busy, session.slot.num_in_sweep = False, 0
         self._index.touch(session, self._clock())
         session.leased_until = session.last_used + self._lease_seconds
 

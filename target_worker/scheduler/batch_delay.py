@@ -61,6 +61,10 @@ class BatchDelay:
     def swept(self, seconds: float) -> None:
         self._longest, self._began = self._max_delay * seconds, None
 
+    def begins(self) -> None:
+        """Note that a sweep begins: one beside it waits anew."""
+        self._began = None
+
     def answered(self, session_id: ScopedId, now: float, caller: str = "") -> None:
         if self._longest:
             self._answered[session_id] = caller, now

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 
 from bough.concurrency.futures import Inbox, PendingCalls, settle
 from bough.concurrency.stall_timer import StallTimer
@@ -23,7 +25,7 @@ from bough.sizing.sweep_times import SweepTimes
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batch_delay import BatchDelay
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.job import Sweeper, SweepShare, Swept, VerifyJob
+from target_worker.scheduler.job import Sweeper, SweepInFlight, SweepShare, Swept, VerifyJob
 from target_worker.scheduler.prefix_sharing import choose_shared
 from target_worker.scheduler.request_queue import CallQueue
 from target_worker.scheduler.row_division import SweepYield, expected_tokens, make_fit, share_rows
@@ -31,43 +33,87 @@ from target_worker.scheduler.row_division import SweepYield, expected_tokens, ma
 logger = logging.getLogger(__name__)
 
 NANO = 1e-9
-STILL_SECONDS = (
-    120.0  # time without progress after which a sweep has stalled: no layer takes as long on a useful machine
-)
+# Time without progress after which a sweep has stalled: no layer takes as long on a useful machine.
+STILL_SECONDS = 120.0
+WORTH_DIVIDING = 0.9  # share of a sweep's seconds within which its calls must be answered by several, to divide it
 SHUT_DOWN = "the target worker is being shut down"
 
 
 class SharedSweeps:
     """Waiting calls, what goes into the next sweep, and what comes of it; times are seconds on any one clock."""
 
-    def __init__(self, pool: SlotPool, limits: TargetLimits, times: SweepTimes, chunk: int, max_delay: float) -> None:
-        """`chunk` rows are computed together; `max_delay` is as in `BatchDelay`."""
-        self.pool, self.times, self.cost = pool, times, times.curve()
+    def __init__(
+        self,
+        pool: SlotPool,
+        limits: TargetLimits,
+        times: SweepTimes,
+        chunk: int,
+        max_delay: float,
+        most_in_flight: int = 1,
+    ) -> None:
+        """`chunk` rows are computed together; `max_delay` is as in `BatchDelay`.
+
+        Up to `most_in_flight` sweeps run at the same time, in different stages of the target.
+        """
+        self.pool, self.times, self.cost = pool, times, times.curve()  # of one sweep in flight
         self.delay = BatchDelay(max_delay)
         self.calls = CallQueue(pool, limits, self.delay.left)
         self.most_tokens = limits.max_sweep_tokens  # limit of a sweep; lowered when memory ran out
+        self._most_rows, self._most_in_flight = limits.max_sweep_tokens, most_in_flight
+        self._beside: dict[int, SweepTimes] = {}  # by number in flight, above one
         self._chunk, self._least_shared = chunk, chunk if pool.shares_anywhere else limits.max_context
         self._yield = SweepYield()
 
+    def times_of(self, num_in_flight: int) -> SweepTimes:
+        """What is known of sweeps while so many were in flight: at first what is known of one."""
+        return self._beside.get(num_in_flight, self.times)
+
     def wait_seconds(self, now: float) -> float | None:
         """How long the next sweep waits for calls that are expected; None if there is nothing to sweep."""
-        return self.delay.seconds(now, self.calls.by_caller()) if self.calls else None
+        return self.delay.seconds(now, self.calls.by_caller()) if self.calls.ready() else None
 
-    def choose(self) -> list[Part[VerifyJob]]:
-        """The parts of the next sweep."""
+    def choose(self, num_in_flight: int = 0) -> list[Part[VerifyJob]]:
+        """The parts of the next sweep, which begins while others are in flight.
+
+        If more may follow it at once, calls are divided among them where that answers all sooner.
+        """
         self.calls.copy_prefix()
-        jobs, cost, recent, most = [*self.calls], self.cost, self._yield.recent, self.most_tokens
-        knee = max(self.times.knee, self._chunk)  # `chunk` rows are computed together, so it cannot be lower
-        make_fit(jobs, cost, recent, most)
-        parts = choose_shared(jobs, most, knee, self._least_shared, cost or (lambda _: 0.0))
-        share_rows(parts, cost, recent, most)
+        self.delay.begins()
+        jobs, num_left = self.calls.ready(), self._most_in_flight - num_in_flight
+        parts = self._choose(jobs, num_in_flight + 1)
+        if self._is_worth_dividing(parts, num_left):
+            first = [part.job for part in parts[: -(-len(parts) // num_left)]]
+            parts = self._choose(first, self._most_in_flight)
         for job in jobs:
             job.num_sweeps_skipped += 1
         return parts
 
-    def observe_times(self, num_rows: int, seconds: float, waited: float, link_bytes: int) -> None:
+    def _is_worth_dividing(self, parts: Sequence[Part[VerifyJob]], number: int) -> bool:
+        """Whether that many sweeps at the same time answer all calls sooner than one."""
+        together, apart = self.cost, self.times_of(self._most_in_flight).curve()
+        if number < 2 or len(parts) < 2 or together is None or apart is None:
+            return False
+        num_rows = sum(part.num_tokens for part in parts)
+        return apart(-(-num_rows // number)) < WORTH_DIVIDING * together(num_rows)
+
+    def _choose(self, jobs: Sequence[VerifyJob], num_in_flight: int) -> list[Part[VerifyJob]]:
+        times, recent, most = self.times_of(num_in_flight), self._yield.recent, self.most_tokens
+        # A second of a sweep costs what the target yields in a second, by all sweeps in flight together.
+        recent = recent._replace(tokens_per_second=recent.tokens_per_second / num_in_flight)
+        knee = max(times.knee, self._chunk)  # `chunk` rows are computed together, so it cannot be lower
+        cost = times.curve()
+        make_fit(jobs, cost, recent, most)
+        parts = choose_shared(jobs, most, knee, self._least_shared, cost or (lambda _: 0.0))
+        share_rows(parts, cost, recent, most)
+        return parts
+
+    def observe_times(
+        self, num_rows: int, seconds: float, waited: float, link_bytes: int, num_in_flight: int = 1
+    ) -> None:
         """Learn from a sweep, of which so many seconds were waited for the link."""
-        self.times.observe(num_rows, seconds, waited, link_bytes)
+        if num_in_flight > 1 and self.cost is not None and num_in_flight not in self._beside:
+            self._beside[num_in_flight] = SweepTimes(self.cost.step, self._most_rows, self.cost)
+        self.times_of(num_in_flight).observe(num_rows, seconds, waited, link_bytes)
         self.cost = self.times.curve()
         self.delay.swept(seconds)
 
@@ -92,13 +138,26 @@ class SharedSweeps:
         self._yield.answered(len(path), expected_tokens(job))
         self.calls.answer(job, job.result(verdict, share, round((now - arrived) / NANO)))
 
-    def ended(self, seconds: float, now: float) -> None:
+    def ended(self, seconds: float, now: float, num_in_flight: int = 1) -> None:
         """Note that all calls of a sweep are answered."""
-        self._yield.swept(seconds, now)
+        self._yield.swept(seconds / num_in_flight, now)
+
+
+@dataclass(slots=True, eq=False)
+class _Sweep:
+    """A sweep in flight."""
+
+    parts: Sequence[Part[VerifyJob]]
+    began_ns: int
+    num_in_flight: int = 1  # at most at a time, while it ran
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.parts)
 
 
 class SweepEngine:
-    """Verifies trees of many sessions, one sweep at a time."""
+    """Verifies trees of many sessions, one sweep at a time, or at several stages one after another."""
 
     def __init__(
         self,
@@ -110,8 +169,9 @@ class SweepEngine:
         observe: Callable[[int, int, Swept], None] = lambda *_: None,
         progress: Callable[[], int] | None = None,
         lost_kv: Callable[[], bool] = lambda: False,
+        most_in_flight: int = 1,
     ) -> None:
-        """Accept at most `max_waiting` unanswered calls; `max_delay` is as in `BatchDelay`.
+        """Accept at most `max_waiting` unanswered calls; others are as in `SharedSweeps`.
 
         `observe` is called after every sweep, on the sweep thread, with its calls, tokens and result. `progress` is a
         counter that grows while a sweep proceeds, for detecting stalls; without it stalls are not detected. `lost_kv`
@@ -119,15 +179,16 @@ class SweepEngine:
         raises Unavailable while a part of the target is missing.
         """
         self.pool = pool
-        self.num_running = 0  # calls with a part in the current sweep
+        self.num_running = 0  # calls with a part in a sweep in flight
         self.num_passes = 0  # sweeps that have ended, failed ones included
         self._observe = observe
         self._sweeper = sweeper
         self._limits = limits
         self._unanswered = PendingCalls(max_waiting)
         times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
-        self._sweeps = SharedSweeps(pool, limits, times, sweeper.rows.most, max_delay)
+        self._sweeps = SharedSweeps(pool, limits, times, sweeper.rows.most, max_delay, most_in_flight)
         self._calls, self._delay = self._sweeps.calls, self._sweeps.delay
+        self._in_flight, self._most_in_flight = list[_Sweep](), most_in_flight
         self._stall, self._progress, self._lost_kv = StallTimer(), progress, lost_kv
         self._inbox = Inbox(SHUT_DOWN)
         self._idle_since = time.monotonic()
@@ -164,7 +225,7 @@ class SweepEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Unanswered calls without a part in the current sweep."""
+        """Unanswered calls without a part in a sweep in flight."""
         return max(0, len(self._unanswered) - self.num_running)
 
     @property
@@ -232,7 +293,11 @@ class SweepEngine:
     def _run_commands(self) -> bool:
         """Run queued commands, and wait for one while there is nothing to sweep; False after the stop command."""
         self._calls.drop_unwanted()  # first, as new calls may need their slots
-        return self._inbox.run(lambda: self._sweeps.wait_seconds(time.perf_counter()))
+        return self._inbox.run(self._wait_seconds)
+
+    def _wait_seconds(self) -> float | None:
+        is_full = len(self._in_flight) == self._most_in_flight
+        return None if is_full else self._sweeps.wait_seconds(time.perf_counter())
 
     def _admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
         if future.cancelled():
@@ -246,7 +311,7 @@ class SweepEngine:
             self._calls.drop_unwanted()
             if self._lost_kv():
                 self._forget_all()
-            return self._sweeps.choose()
+            return self._sweeps.choose(len(self._in_flight))
         except Unavailable as exc:
             self._calls.drop_all(exc)
             return []
@@ -262,30 +327,47 @@ class SweepEngine:
         self.pool.forget_all()
 
     def _sweep(self, parts: Sequence[Part[VerifyJob]]) -> None:
-        began_ns = time.perf_counter_ns()
-        self.num_running = len(parts)
+        sweep = _Sweep(parts, time.perf_counter_ns())
+        self._in_flight.append(sweep)
+        for each in self._in_flight:
+            each.num_in_flight = max(each.num_in_flight, len(self._in_flight))
+        for part in parts:
+            part.job.session.slot.num_in_sweep = part.num_tokens
+        self.num_running += len(parts)
+        self._go_on(sweep, lambda: self._sweeper.sweep(parts))
+
+    def _go_on(self, sweep: _Sweep, step: Callable[[], Swept | SweepInFlight]) -> None:
+        """Take a step of a sweep, and the next one when its rows are back."""
         try:
-            num_tokens = sum(part.num_tokens for part in parts)
-            swept = self._sweeper.sweep(parts)
-            times = swept.timings
-            self._sweeps.observe_times(num_tokens, times.total_ns * NANO, times.wait_ns * NANO, times.link_bytes)
-            self._observe(len(parts), num_tokens, swept)
-            self._finish(parts, swept, began_ns)
-        except Exception as exc:  # the thread must survive any error; callers get it
-            for part in parts:
-                self._mend(part.job)
-            if isinstance(exc, AcceleratorFull) and self._shrink(sum(part.num_tokens for part in parts), exc):
+            reached = step()
+            if not isinstance(reached, Swept):
+                finish = partial(self._go_on, sweep, reached.finish)
+                reached.arrived.add_done_callback(lambda _: self._inbox.post(Future(), finish))
                 return
-            if isinstance(exc, RingLost):
-                logger.warning("a sweep failed: %s", exc)
-            else:
-                logger.exception("a sweep failed")
-            for part in parts:
-                self._calls.drop(part.job.call.context.session_id, exc)
-        finally:
-            self._idle_since = time.monotonic()
-            self.num_running = 0
-            self.num_passes += 1
+            times = reached.timings
+            seconds, waited = times.total_ns * NANO, times.wait_ns * NANO
+            self._sweeps.observe_times(sweep.num_tokens, seconds, waited, times.link_bytes, sweep.num_in_flight)
+            self._observe(len(sweep.parts), sweep.num_tokens, reached)
+            self._finish(sweep, reached)
+        except Exception as exc:  # the thread must survive any error; callers get it
+            self._failed(sweep, exc)
+        self._in_flight.remove(sweep)
+        self._idle_since = time.monotonic()
+        self.num_running -= len(sweep.parts)
+        self.num_passes += 1
+
+    def _failed(self, sweep: _Sweep, exc: Exception) -> None:
+        parts = [part for part in sweep.parts if part.job in self._calls]
+        for part in parts:
+            self._mend(part.job)
+        if isinstance(exc, AcceleratorFull) and self._shrink(sweep.num_tokens, exc):
+            return
+        if isinstance(exc, RingLost):
+            logger.warning("a sweep failed: %s", exc)
+        else:
+            logger.error("a sweep failed", exc_info=exc)
+        for part in parts:
+            self._calls.drop(part.job.call.context.session_id, exc)
 
     def _mend(self, job: VerifyJob) -> None:
         """Drop partial results of a sweep that failed midway; they are computed again."""
@@ -306,11 +388,13 @@ class SweepEngine:
         logger.warning("%s; sweeps have at most %d tokens from now on, not %d", exc, most, num_tokens)
         return True
 
-    def _finish(self, parts: Sequence[Part[VerifyJob]], swept: Swept, began_ns: int) -> None:
-        share = SweepShare.of(parts, self.cost, swept.spans)
-        for part in parts:
-            job = part.job
-            self._sweeps.commit(part, swept.timings, began_ns, share)
+    def _finish(self, sweep: _Sweep, swept: Swept) -> None:
+        cost = self._sweeps.times_of(sweep.num_in_flight).curve()
+        share = SweepShare.of(sweep.parts, cost, swept.spans)
+        for part in sweep.parts:
+            if (job := part.job) not in self._calls:  # it was dropped while the sweep was in flight
+                continue
+            self._sweeps.commit(part, swept.timings, sweep.began_ns, share)
             if part.has_tree:
                 try:
                     verdict = job.verdict(swept.verdict_on)
@@ -319,5 +403,5 @@ class SweepEngine:
                     if not isinstance(exc, BoughError):
                         job.context.run(logger.exception, "a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
-        self._sweeps.ended(swept.timings.total_ns * NANO, time.perf_counter())
+        self._sweeps.ended(swept.timings.total_ns * NANO, time.perf_counter(), sweep.num_in_flight)
         self.pool.check_now_and_then()

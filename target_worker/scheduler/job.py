@@ -81,6 +81,11 @@ class VerifyJob:
         return len(self.tree)
 
     @property
+    def is_in_sweep(self) -> bool:
+        """Whether a sweep in flight has a part of it."""
+        return self.session.slot.num_in_sweep > 0
+
+    @property
     def is_wanted(self) -> bool:
         """Whether anybody still waits for the answer."""
         return not all(future.cancelled() for future in self.futures)
@@ -159,15 +164,22 @@ class Swept(NamedTuple):
     spans: Sequence[FinishedSpan] = ()  # parts of the sweep, for traces
 
 
+class SweepInFlight(NamedTuple):
+    """A sweep that goes on at other machines, while the sweep thread may begin the next one."""
+
+    arrived: Future[Any]  # done, with any outcome, once `finish` need not wait; in the order of sweeps
+    finish: Callable[[], Swept]  # on the sweep thread; raises what `Sweeper.sweep` does
+
+
 class Sweeper(Protocol):
     """A streamed or simulated model, used by the sweep thread only."""
 
     rows: RowCounts  # rows computed together by a layer, and their padding
 
-    def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
+    def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept | SweepInFlight:
         """Compute the parts and write their rows to their sessions' slots. Errors go to all of their calls.
 
-        Verdicts are available until the next sweep.
+        Verdicts are available until the next sweep begins or is finished.
         """
 
     def warm_up(self, slot: Slot, most_rows: int) -> SweepTimes | None:

@@ -34,8 +34,16 @@ class CallQueue:
         """Iterate in order of arrival."""
         return iter(self._jobs.values())
 
+    def __contains__(self, job: VerifyJob) -> bool:
+        """Whether a job has neither been answered nor dropped."""
+        return self._jobs.get(job.call.context.session_id) is job
+
     def by_caller(self) -> Counter[str]:
         return Counter(job.call.caller for job in self)
+
+    def ready(self) -> list[VerifyJob]:
+        """The jobs that the next sweep may have parts of, in order of arrival."""
+        return [job for job in self if not job.is_in_sweep]
 
     def admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
         """Admit a call, or answer it at once if its answer is known.
@@ -72,7 +80,7 @@ class CallQueue:
 
     def copy_prefix(self) -> None:
         """Copy what other slots hold of the tokens that calls still lack."""
-        for job in self:
+        for job in self.ready():
             if job.num_remaining:
                 self.pool.copy_prefix(job.session, job.text)
 

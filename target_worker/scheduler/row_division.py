@@ -90,7 +90,7 @@ class SweepYield:
             self._sums.expected += num_expected
 
     def swept(self, sweep_seconds: float, now: float) -> None:
-        """Record the end of a sweep whose calls are all answered."""
+        """Record the end of a sweep whose calls are all answered; of sweeps in flight together, each has its share."""
         passed = now - self._last_end if self._last_end is not None else sweep_seconds
         self._last_end = now
         gap = max(0.0, passed - sweep_seconds) if passed <= IDLE * sweep_seconds else 0.0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import add
+from typing import NamedTuple
 
 import torch
 
@@ -27,12 +29,21 @@ class StageTimes:
     """Where the time of passes through the stages went."""
 
     stages: tuple[Timings, ...] = ()  # in order; empty before the first pass
-    network_ns: int = 0  # in which none of them worked
+    network_ns: int = 0  # in which none of them worked at these: the network, and waiting for other passes
     began_ns: int = 0  # of the last pass, by time.perf_counter_ns
 
     def __add__(self, last: StageTimes) -> StageTimes:
         stages = tuple(map(add, self.stages, last.stages)) if self.stages else last.stages
         return StageTimes(stages, self.network_ns + last.network_ns, last.began_ns)
+
+
+class PassInFlight(NamedTuple):
+    """A pass on its way through the stages."""
+
+    epoch: int
+    batch: Batch
+    began_ns: int
+    arrived: Future[Frame]
 
 
 class OtherStages:
@@ -42,7 +53,7 @@ class OtherStages:
         """`trouble` says what is missing while the ring is down."""
         self._ring, self._log, self._trouble = ring, log, trouble
         self._epoch = NEVER  # in which the stages hold what the slots say
-        self._is_waiting = False
+        self._num_waiting = 0  # passes in flight
         self.last, self.total = StageTimes(), StageTimes()  # of the last pass, and of all
 
     def lost_kv(self) -> bool:
@@ -58,30 +69,40 @@ class OtherStages:
             self._log.forget()
         return is_new
 
-    def __call__(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        """The last stage's hidden states (1, num_rows, hidden_size) for those after the head's last layer.
+    def send(self, batch: Batch, hidden: torch.Tensor) -> PassInFlight:
+        """Send the rows (1, num_rows, hidden_size) after the head's last layer to the stages.
 
-        Raises RingLost if a stage is lost, and AcceleratorFull if one has no memory for so many rows.
+        Raises RingLost if a stage is lost.
         """
         began_ns = time.perf_counter_ns()
         given = StagePass.of(self._log.take(), batch, hidden)
-        epoch, self._epoch = self._epoch, NEVER  # if this fails, the stages may lack changes of slots
-        self._is_waiting = True
-        try:
-            self._ring.send(epoch, Frame(*pass_to_wire(given)))
-            frame = self._ring.receive(epoch, ANSWER_SECONDS)
-            taken = pass_from_wire(frame.header, frame.body)
-            result = taken.padded(batch).to(hidden.device)
-        finally:
-            self._is_waiting = False
+        epoch, self._epoch = self._epoch, NEVER  # if this fails, the stages lack changes of slots
+        self._ring.send(epoch, Frame(*pass_to_wire(given)))
         self._epoch = epoch
+        self._num_waiting += 1
+        return PassInFlight(epoch, batch, began_ns, self._ring.receiving(epoch, ANSWER_SECONDS))
+
+    def receive(self, sent: PassInFlight) -> torch.Tensor:
+        """The rows (1, num_rows, hidden_size) after the last stage's layers.
+
+        Raises RingLost if a stage is lost, and AcceleratorFull if one has no memory for so many rows.
+        """
+        self._num_waiting -= 1
+        try:
+            frame = sent.arrived.result()
+            taken = pass_from_wire(frame.header, frame.body)
+            hidden = taken.padded(sent.batch)
+        except BaseException:
+            if sent.epoch == self._epoch:
+                self._epoch = NEVER  # who knows what the stages hold
+            raise
         if taken.full:  # all stages have repeated the changes
             raise AcceleratorFull(f"stage {len(taken.timings) + 1}: {taken.full}")
-        network_ns = time.perf_counter_ns() - began_ns - sum(each.total_ns for each in taken.timings)
-        self.last = StageTimes(taken.timings, max(0, network_ns), began_ns)  # other clocks may be faster
+        network_ns = time.perf_counter_ns() - sent.began_ns - sum(each.total_ns for each in taken.timings)
+        self.last = StageTimes(taken.timings, max(0, network_ns), sent.began_ns)  # other clocks may be faster
         self.total += self.last
-        return result
+        return hidden
 
     def progress(self) -> int:
         """A counter that grows while the stages work; heartbeats and ANSWER_SECONDS find those that hang."""
-        return int(time.monotonic()) if self._is_waiting else 0
+        return int(time.monotonic()) if self._num_waiting else 0

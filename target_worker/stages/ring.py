@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -88,6 +89,7 @@ class Ring:
         self._heartbeat, self._silence = heartbeat_seconds, silence_seconds
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()  # replaced after each change
+        self._receiving = asyncio.Lock()  # keeps the order of calls
         self._links: _Links | None = None  # of the newest epoch, which may be over
         self._newest = 0  # epoch that this member has begun or admitted, or heard of
         self._why_down = "the ring has not been connected yet"
@@ -114,9 +116,12 @@ class Ring:
         """
         self._run(self._send(epoch, frame))
 
-    def receive(self, epoch: int, timeout_seconds: float) -> Frame:
-        """Wait for the next frame, at the head. Raises RingLost if the epoch is over; a timeout ends it."""
-        return self._run(self._receive(epoch, timeout_seconds))
+    def receiving(self, epoch: int, timeout_seconds: float) -> Future[Frame]:
+        """The next frame at the head, after those of earlier calls.
+
+        The future raises RingLost if the epoch is over; a timeout ends it.
+        """
+        return self._begun(self._receive(epoch, timeout_seconds))
 
     def next(self) -> tuple[int, bytes | None, Frame | None] | None:
         """Wait for what a stage does next; None after `close`.
@@ -354,10 +359,13 @@ class Ring:
     # What the compute thread asks for.
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self._begun(work).result()
+
+    def _begun(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         if self._is_closed:  # the event loop may have ended
             work.close()
             raise RingLost("the ring is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _send(self, epoch: int, frame: Frame) -> None:
         require_sizes(len(frame.header), memoryview(frame.body).nbytes)
@@ -368,14 +376,15 @@ class Ring:
         self._notify()
 
     async def _receive(self, epoch: int, timeout_seconds: float) -> Frame:
-        links = self._of(epoch)
-        if not await self._until(lambda: links.why or links.incoming, timeout_seconds):
-            late = ", ".join(map(links.hello.name, range(1, len(links.hello.members))))
-            self._end(links, f"no frame came back within {timeout_seconds:g} s from {late}")
-        links.require()
-        frame = links.incoming.popleft()
-        self._notify()
-        return frame
+        async with self._receiving:
+            links = self._of(epoch)
+            if not await self._until(lambda: links.why or links.incoming, timeout_seconds):
+                late = ", ".join(map(links.hello.name, range(1, len(links.hello.members))))
+                self._end(links, f"no frame came back within {timeout_seconds:g} s from {late}")
+            links.require()
+            frame = links.incoming.popleft()
+            self._notify()
+            return frame
 
     async def _next(self) -> tuple[int, bytes | None, Frame | None] | None:
         await self._until(lambda: self._is_closed or self._has_next)

@@ -31,17 +31,15 @@ from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Timings, Verdict
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepTimes, expert_volume
-from bough.telemetry.spans import FinishedSpan
 from bough.trees.tree import Tree
 from target_worker.kv.kv_offload import KVHome
 from target_worker.link.layer_extents import MaterializedLayer
 from target_worker.link.link_stats import BestSpeed
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.job import Swept, VerifyJob
+from target_worker.scheduler.job import SweepInFlight, Swept, VerifyJob
 from target_worker.sweep.tiers import Tiers
 from target_worker.verification.verdict import LogitRows, RowReader, best_tokens, compute_verdict
 
-PassOn = Callable[[Batch, torch.Tensor], torch.Tensor]  # hidden states (1, num_rows, hidden_size) in and out
 LayerAt = tuple[int, int]  # a layer's index, and the address of its slab
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
@@ -80,8 +78,8 @@ class StreamedModel:
     run the layer in chunks of rows. So all code specific to an architecture is transformers'.
     `CompiledLayers` replaces the layer if it supports it.
 
-    A model of several stages has some of its layers at this process. `sweep` of the head sends hidden states on after
-    its own layers, and continues with those that come back; a stage computes with `run_layers`.
+    A model of several stages has some of its layers at this process. Head and stages compute theirs with `run_layers`,
+    and `logits_of` is the head's end of a sweep; on one machine `sweep` does all.
     """
 
     def __init__(
@@ -99,9 +97,8 @@ class StreamedModel:
         """
         self.skeleton = skeleton
         self._stage = stage or StageLayers(0, len(skeleton.layers), len(skeleton.layers))
-        self.other_stages: PassOn | None = None  # set at the head of several
-        self._received: torch.Tensor | None = None  # during a stage's pass: what its first layer reads
-        self._pass_on: PassOn | None = None  # during a pass: what becomes of the last own layer's rows
+        self._received: torch.Tensor | None = None  # during a pass: the rows of other stages' layers
+        self._kept: list[torch.Tensor] | None = None  # during a pass for the next stage: the last own layer's rows
         self._kv = kv or KVHome()
         self.tiers = tiers
         self.rows = make_reproducible(skeleton, rows, device)
@@ -156,38 +153,42 @@ class StreamedModel:
             AcceleratorFull: there was too little memory for so many rows.
             AcceleratorLost: the device has failed; the process ends.
         """
-        with self._passing(self.other_stages):
-            return self._measured(lambda: self._logits(batch))
+        return self._measured(lambda: self._logits(batch, self._inputs(batch)))
 
     @torch.inference_mode()
-    def run_layers(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, Timings]:
-        """A stage's layers on hidden states (1, num_rows, hidden_size) of the stage before it.
+    def run_layers(self, batch: Batch, hidden: torch.Tensor | None = None) -> tuple[torch.Tensor, Timings]:
+        """The rows (1, num_rows, hidden_size) after this process's layers, for the next stage.
 
-        Raises what `sweep` does.
+        `hidden` are those of the stage before; the first begins with the batch's tokens. Raises what `sweep` does.
         """
-        results: list[torch.Tensor] = []
+        decoder, kept = self.skeleton.model.get_decoder(), list[torch.Tensor]()
+        inputs = self._inputs if hidden is None else self._unused
+        with self._passing(hidden, kept):
+            _, timings = self._measured(lambda: self._pass(batch, decoder, inputs(batch)))
+        return kept[0], timings
 
-        def keep(_: Batch, out: torch.Tensor) -> torch.Tensor:
-            results.append(out)
-            return unused
-
-        with self._passing(keep):
-            unused = torch.zeros(hidden.shape, dtype=self.skeleton.dtype, device=self.device)
-            self._received = hidden.to(self.device)
-            try:
-                decoder = self.skeleton.model.get_decoder()
-                _, timings = self._measured(lambda: self._pass(batch, decoder, {"inputs_embeds": unused}))
-            finally:
-                self._received = None
-        return results[0], timings
+    @torch.inference_mode()
+    def logits_of(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits, as `sweep` returns them, of rows (1, num_rows, hidden_size) after the last stage's layers."""
+        num_all, self._num_computed = self._num_computed, 0
+        try:
+            with named_faults(self.device, self._others), self._passing(hidden):
+                return self._logits(batch, self._unused(batch))
+        finally:
+            self._num_computed = num_all
 
     @contextmanager
-    def _passing(self, pass_on: PassOn | None) -> Iterator[None]:
-        self._pass_on = pass_on
+    def _passing(self, received: torch.Tensor | None, kept: list[torch.Tensor] | None = None) -> Iterator[None]:
+        self._received, self._kept = None if received is None else received.to(self.device), kept
         try:
             yield
         finally:
-            self._pass_on = None
+            self._received = self._kept = None
+
+    def _unused(self, batch: Batch) -> dict[str, Any]:
+        """Inputs instead of which the first own layer reads the received rows."""
+        size = (1, batch.num_rows, int(self.skeleton.config.hidden_size))
+        return {"inputs_embeds": torch.zeros(size, dtype=self.skeleton.dtype, device=self.device)}
 
     def _measured(self, run: Callable[[], Result]) -> tuple[Result, Timings]:
         """Run a pass over the layers, and say where its time went."""
@@ -245,7 +246,8 @@ class StreamedModel:
         tree = Tree.of([0] * num_rows, [-1] + [0] * (num_rows - 1), [0.0] * num_rows)
         num_all, self._num_computed = self._num_computed, num_layers
         try:
-            return self._logits(Batch([Segment.tree(slot, 0, tree)], self.rows, self.device))
+            batch = Batch([Segment.tree(slot, 0, tree)], self.rows, self.device)
+            return self._logits(batch, self._inputs(batch))
         finally:
             self._num_computed = num_all
 
@@ -259,18 +261,18 @@ class StreamedModel:
 
         return one_layer
 
-    def _logits(self, batch: Batch) -> torch.Tensor:
-        output = self._pass(batch, self.skeleton.model, {"logits_to_keep": batch.logit_rows})
+    def _logits(self, batch: Batch, inputs: dict[str, Any]) -> torch.Tensor:
+        output = self._pass(batch, self.skeleton.model, inputs | {"logits_to_keep": batch.logit_rows})
         logits: torch.Tensor = output.logits[0]
         self.best = None if self.device.type == "cpu" else best_tokens(logits)
         return logits
 
     def _pass(self, batch: Batch, model: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        with working_on(self.device), self._kv.sweep(batch) as batch:
+        kv = self._kv.sweep(batch) if self._num_computed else nullcontext(batch)
+        with working_on(self.device), kv as batch:
             batch.send(self._others)
             self._moved.clear()
-            given = inputs if "inputs_embeds" in inputs else inputs | self._inputs(batch)
-            return model(**given, position_ids=batch.position_ids, use_cache=False, batch=batch)
+            return model(**inputs, position_ids=batch.position_ids, use_cache=False, batch=batch)
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Input arguments of transformers' forward: tokens, or embeddings looked up on the host."""
@@ -296,10 +298,10 @@ class StreamedModel:
                 return forward(hidden[:, chunk.begin : chunk.end], chunk=chunk, **_narrow(kwargs, chunk, batch))
 
         def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:
-            if index >= self._num_computed:
-                return hidden_states
             if index == 0 and self._received is not None:
                 hidden_states = self._received
+            if index >= self._num_computed:
+                return hidden_states
             self.num_layers_begun += 1
             is_end = index + 1 == self._num_computed
             where = self.tiers.elsewhere.get(index, self.device)
@@ -319,7 +321,10 @@ class StreamedModel:
             if not is_end:
                 return out
             out = out.to(self.device, non_blocking=True)
-            return out if self._pass_on is None else self._pass_on(batch, out)
+            if self._kept is None:
+                return out
+            self._kept.append(out)
+            return torch.zeros_like(out, dtype=self.skeleton.dtype)  # what follows in the decoder is not used
 
         return run
 
@@ -331,7 +336,7 @@ class StreamedModel:
     @property
     def _end_dtype(self) -> torch.dtype:
         """Of the rows after the last own layer. Compiled layers of further stages continue with unrounded numbers."""
-        is_rounded = self._pass_on is None or self._stage.is_last
+        is_rounded = self._kept is None or self._stage.is_last
         return self.skeleton.dtype if is_rounded else torch.float32
 
     def _on(self, device: torch.device, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -429,16 +434,19 @@ def compute_curve(
 class StreamedSweeper:
     """Sweeps with a model, and gives verdicts from its logits."""
 
-    def __init__(
-        self, model: StreamedModel, grammars: Grammars, spans: Callable[[], Sequence[FinishedSpan]] = tuple
-    ) -> None:
-        """`spans` returns parts of the last sweep for traces."""
-        self._model, self._grammars, self._spans, self._reader = model, grammars, spans, RowReader()
+    def __init__(self, model: StreamedModel, grammars: Grammars) -> None:
+        self._model, self._grammars, self._reader = model, grammars, RowReader()
         self.rows = model.rows
 
-    def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
+    def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept | SweepInFlight:
+        logits, timings = self._model.sweep(self._batch_of(parts))
+        return self._swept(parts, logits, timings, self._model.kv_bytes)
+
+    def _batch_of(self, parts: Sequence[Part[VerifyJob]]) -> Batch:
         segments = [segment for part in parts for segment in part.job.segments(part.num_context, part.has_tree)]
-        logits, timings = self._model.sweep(Batch(segments, self._model.rows, self._model.device))
+        return Batch(segments, self._model.rows, self._model.device)
+
+    def _swept(self, parts: Sequence[Part[VerifyJob]], logits: torch.Tensor, timings: Timings, kv_bytes: int) -> Swept:
         own = self._by_job([part.job for part in parts if part.has_tree], logits)
 
         def verdict_on(job: VerifyJob) -> Verdict:
@@ -447,7 +455,7 @@ class StreamedSweeper:
             job.session.allowed = allowed = self._grammars.along(grammar, job.session.allowed, salt)
             return compute_verdict(call, job.text.tokens, rows.after, rows.best_after, allowed)
 
-        return Swept(timings, verdict_on, self._model.kv_bytes, self._spans())
+        return Swept(timings, verdict_on, kv_bytes)
 
     def _by_job(self, jobs: Sequence[VerifyJob], logits: torch.Tensor) -> dict[int, LogitRows]:
         """Each job's rows by the job's `id`; rows are in the order of jobs."""

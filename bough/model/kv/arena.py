@@ -30,8 +30,8 @@ _BEGIN, _END = attrgetter("begin"), attrgetter("end")
 
 
 def committed_rows(slot: Slot) -> int:
-    """Rows of a slot to keep in a move: the committed tokens."""
-    return slot.length
+    """Rows of a slot to keep in a move: the committed tokens, and what a sweep in flight adds."""
+    return slot.length + slot.num_in_sweep
 
 
 class Arena:

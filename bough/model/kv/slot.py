@@ -23,6 +23,7 @@ class Slot:
         """Make a slot without rows."""
         self.tokens: list[int] = []  # committed: token i is in row i
         self.begin = self.end = 0  # rows of the shared memory
+        self.num_in_sweep = 0  # rows behind the committed ones that a sweep in flight writes
 
     def move(self, begin: int, end: int, num_kept: int) -> None:
         """Assign these rows instead of the slot's own, keeping the contents of the first `num_kept`."""

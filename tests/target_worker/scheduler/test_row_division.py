@@ -23,6 +23,7 @@ from bough.protocol.cost_curve import CostCurve
 from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Timings, VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
+from bough.sizing.sweep_times import SweepTimes
 from bough.trees.tree import DraftProbs, Tree
 from bough.trees.tree_plan import Scheme
 from loadtest.common.tiny_model import TINY, save_model
@@ -181,13 +182,22 @@ def test_any_division_of_rows_of_a_model_gives_the_same_tokens(monkeypatch: pyte
             assert check_texts(gate, 64) > 3
 
 
+class DearTimes(SweepTimes):
+    """Known beforehand, and not learnt."""
+
+    def observe(self, rows: int, total_seconds: float, wait_seconds: float = 0.0, link_bytes: int = 0) -> None:
+        return None
+
+    def curve(self) -> CostCurve:
+        return CostCurve((1, 101), (0.1, 10.1))
+
+
 def test_nodes_that_do_not_pay_are_left_out_of_shared_sweeps_if_allowed() -> None:
     """Every row takes a tenth of a second more here, and hopeless guesses win nothing in it."""
     hopeless = Tree.of([1, 9, 8, 7], [-1, 0, 0, 0], [0.0, -9.0, -10.0, -11.0])
     with gated(FakeModel(figures=DEAR), new_pool(Clock(), 8 * LIMITS.slot_rows)) as gate:
         gate.engine.verify(shareable("first", [1], 0, 0, Tree.root(1))).result(10)
-        gate.engine._sweeps.cost = CostCurve((1, 101), (0.1, 10.1))
-        gate.engine._sweeps.observe_times = lambda *_: None
+        gate.engine._sweeps.times = DearTimes(1, 101)
         calls = [shareable(name, [1], 0, 0, hopeless) for name in ("a", "b")]
         calls.append(
             replace(calls[0], context=replace(calls[0].context, session_id=ScopedId("c")), may_leave_out=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -21,12 +21,11 @@ from bough.protocol.messages import Timings
 from bough.sizing.row_counts import OWN_MOST
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.stages.frames import Frame
 from target_worker.stages.remote import OtherStages
-from target_worker.stages.stage import Stage
-from target_worker.sweep.streamed_model import StreamedModel, StreamedSweeper
+from target_worker.stages.sweeper import StagedSweeper
+from target_worker.sweep.streamed_model import StreamedSweeper
 from tests.fakes.models import CPU, streamed
-from tests.fakes.staged_models import staged
+from tests.fakes.staged_models import RingInProcess, staged
 from tests.fakes.target import NO_GRAMMARS, verify_call
 
 LIMITS = TargetLimits(rows=16, max_sweep_tokens=2 * OWN_MOST, max_nodes=16, max_context=600)
@@ -34,26 +33,10 @@ PROMPT = [token * 7 % 250 for token in range(LIMITS.max_sweep_tokens)]
 NUM_ROWS = 700
 
 
-class RingInProcess:
-    """A ring whose stages are in this process; it has one epoch."""
-
-    epoch, why_down = 1, ""
-
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self._stages = stages
-
-    def send(self, epoch: int, frame: Frame) -> None:
-        for stage in self._stages:
-            frame = Frame(*stage.run(frame.header, bytes(frame.body)))
-        self._frame = frame
-
-    def receive(self, epoch: int, timeout_seconds: float) -> Frame:
-        return self._frame
-
-
 @contextmanager
-def engine_of(model: StreamedModel, arena: Arena, lost_kv: Callable[[], bool] = lambda: False) -> Iterator[SweepEngine]:
-    sweeper = StreamedSweeper(model, NO_GRAMMARS)
+def engine_of(
+    sweeper: StreamedSweeper, arena: Arena, lost_kv: Callable[[], bool] = lambda: False
+) -> Iterator[SweepEngine]:
     engine = SweepEngine(sweeper, SlotPool(arena, 60.0, time.monotonic), LIMITS, 100, lost_kv=lost_kv)
     engine.start()
     try:
@@ -78,7 +61,7 @@ def test_a_stage_without_memory_makes_sweeps_smaller_and_keeps_what_all_hold(
 ) -> None:
     with streamed(tiny, torch.float32) as whole:
         shape = whole.skeleton.kv_shape()
-        with engine_of(whole, KVArena(shape, shape.empty(NUM_ROWS, CPU))) as engine:
+        with engine_of(StreamedSweeper(whole, NO_GRAMMARS), KVArena(shape, shape.empty(NUM_ROWS, CPU))) as engine:
             wanted = conversation(engine)
     with staged(tiny, torch.float32, [1, 2], NUM_ROWS) as target:
         model, num_refused = target.stages[number]._model, 0
@@ -93,9 +76,9 @@ def test_a_stage_without_memory_makes_sweeps_smaller_and_keeps_what_all_hold(
 
         monkeypatch.setattr(model, "run_layers", small)
         others = OtherStages(cast(Any, RingInProcess(target.stages)), target.log, lambda: "")
-        target.model.other_stages = others
         assert others.lost_kv()
-        with engine_of(target.model, target.arena, others.lost_kv) as engine, caplog.at_level(logging.WARNING):
+        sweeper = StagedSweeper(target.model, NO_GRAMMARS, others)
+        with engine_of(sweeper, target.arena, others.lost_kv) as engine, caplog.at_level(logging.WARNING):
             assert conversation(engine) == wanted
     assert num_refused == 1
     refused = f"stage {number + 1}: --device: cuda:0 has no memory left: 2 GiB; sweeps have at most"

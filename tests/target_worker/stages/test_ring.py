@@ -95,7 +95,7 @@ class Circle:
             await asyncio.to_thread(self.ring.send, self.ring.epoch, Frame(header, body))
 
     async def receive(self, epoch: int | None = None) -> Frame:
-        return await asyncio.to_thread(self.ring.receive, epoch or self.ring.epoch, PATIENCE_SECONDS)
+        return await asyncio.wrap_future(self.ring.receiving(epoch or self.ring.epoch, PATIENCE_SECONDS))
 
     async def is_up(self, after: int = 0) -> int:
         """Wait for an epoch higher than `after`."""
@@ -211,7 +211,7 @@ async def test_a_head_without_an_answer_tries_again() -> None:
     async with ring_of(2) as circle:
         epoch = await circle.is_up()
         with pytest.raises(RingLost, match=r"no frame came back within 0.1 s from stage 1 at .*, stage 2 at "):
-            await asyncio.to_thread(circle.ring.receive, epoch, 0.1)
+            await asyncio.wrap_future(circle.ring.receiving(epoch, 0.1))
         await circle.is_up(epoch)
 
 

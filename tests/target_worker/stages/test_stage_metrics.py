@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -46,8 +47,10 @@ class EchoingRing:
         given = pass_from_wire(frame.header, frame.body)
         self.frame = Frame(*pass_to_wire(given._replace(timings=tuple(SPENT))))
 
-    def receive(self, epoch: int, timeout_seconds: float) -> Frame:
-        return self.frame
+    def receiving(self, epoch: int, timeout_seconds: float) -> Future[Frame]:
+        future = Future[Frame]()
+        future.set_result(self.frame)
+        return future
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ async def head() -> StagesHead:
     assert head.others.lost_kv()
     for _ in range(2):
         assert not head.others.lost_kv()
-        assert head.others(BATCH, torch.zeros(1, 8, 4)).shape == (1, 8, 4)
+        assert head.others.receive(head.others.send(BATCH, torch.zeros(1, 8, 4))).shape == (1, 8, 4)
     return head
 
 
@@ -116,6 +119,6 @@ def test_the_stages_kv_counts_as_lost_if_a_pass_could_not_be_sent() -> None:
     assert not others.lost_kv()
     log.add(log.number_slot(), ChangeKind.MOVED, 0, 4, 0)
     with pytest.raises(InvalidRequest, match="body"):
-        others(BATCH, torch.zeros(1, 8, 4))
+        others.send(BATCH, torch.zeros(1, 8, 4))
     assert others.progress() == 0
     assert others.lost_kv()

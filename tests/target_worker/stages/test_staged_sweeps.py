@@ -27,23 +27,33 @@ from target_worker.sweep.held_layers import HeldLayers
 from target_worker.sweep.streamed_model import StageLayers, StreamedModel
 from tests.fakes.model.families import FAMILIES, random_tree
 from tests.fakes.models import CPU, streamed
-from tests.fakes.staged_models import staged
+from tests.fakes.staged_models import StagedModel, staged
 from tests.fakes.target import Clock
 
-NUM_ROWS = 300  # fewer than the sessions want: slots move, and idle ones are cut and evicted
+NUM_ROWS = 460  # fewer than the sessions want: slots move, and idle ones are cut and evicted
 NUM_SWEEPS = 12
 SHORT = ["llama", "gemma3, local and global", "qwen3.5, recurrent layers"]  # compiled layers, others, states
 HYBRID = ("qwen3 next", "qwen3.5")
 
 
-def conversation(model: StreamedModel, arena: Arena, seed: int) -> list[torch.Tensor]:
-    """The logits of sweeps over random sessions, which share prefixes, accept paths, and come and go."""
+def conversation(
+    model: StreamedModel | StagedModel, arena: Arena, seed: int, two_in_flight: bool = False
+) -> list[torch.Tensor]:
+    """The logits of sweeps over random sessions, which share prefixes, accept paths, and come and go.
+
+    With `two_in_flight` a sweep's paths are accepted when the next one has begun.
+    """
     rng, pool, logits = np.random.default_rng(seed), SlotPool(arena, 10.0, Clock()), list[torch.Tensor]()
     texts: dict[str, list[int]] = {}
     common = rng.integers(0, 250, 70).tolist()
+    away, committing = list[str](), list[Callable[[], None]]()
     for _ in range(NUM_SWEEPS):
-        segments, committing = list[Segment](), list[Callable[[], None]]()
-        for name in rng.choice(list("abcd"), size=int(rng.integers(1, 3)), replace=False).tolist():
+        segments, before, committing = list[Segment](), committing, []
+        if not two_in_flight:
+            finish(before)
+        free = [name for name in "abcdef" if name not in away]
+        away = rng.choice(free, size=int(rng.integers(1, 3)), replace=False).tolist()
+        for name in away:
             if name in texts and rng.random() < 0.2:
                 pool.release(ScopedId(name))
                 del texts[name]
@@ -52,6 +62,7 @@ def conversation(model: StreamedModel, arena: Arena, seed: int) -> list[torch.Te
             tree = random_tree(rng, int(rng.integers(1, 12)), int(rng.integers(250)))
             session = pool.lease(ScopedId(name), 1, len(text) + len(tree) + 8, Text(text))
             begin = session.slot.length
+            session.slot.num_in_sweep = len(text) - begin + len(tree)
             segments += [
                 Segment.context(session.slot, begin, text[begin:]), Segment.tree(session.slot, len(text), tree)
             ]  # fmt: skip
@@ -66,9 +77,13 @@ def conversation(model: StreamedModel, arena: Arena, seed: int) -> list[torch.Te
             committing.append(commit)
             texts[name] = [*text, *tokens]
         logits.append(model.sweep(Batch(segments, model.rows, CPU))[0].clone())
-        for each in committing:
-            each()
+        finish(before)
     return logits
+
+
+def finish(committing: list[Callable[[], None]]) -> None:
+    while committing:
+        committing.pop(0)()
 
 
 @pytest.mark.parametrize(
@@ -76,14 +91,14 @@ def conversation(model: StreamedModel, arena: Arena, seed: int) -> list[torch.Te
 )
 def test_stages_compute_the_bits_of_one_process(family: str, tmp_path: Path) -> None:
     folder, has_states = save_model(tmp_path / "model", FAMILIES[family]), family.startswith(HYBRID)
-    most_slots = 3 if has_states else 0
+    most_slots = 5 if has_states else 0
     for dtype in (torch.bfloat16, torch.float32):
         with streamed(folder, dtype) as whole:
             shape = whole.skeleton.kv_shape()
             wanted = conversation(whole, KVArena(shape, shape.empty(NUM_ROWS, CPU), most_slots=most_slots), 1)
         for cuts in ([2],) if has_states else ([1], [1, 2, 3]):
             with staged(folder, dtype, cuts, NUM_ROWS, most_slots) as target:
-                found = conversation(target.model, target.arena, 1)
+                found = conversation(target, target.arena, 1, two_in_flight=cuts != [1])
             assert all(map(torch.equal, found, wanted))
             assert len(found) == len(wanted)
             assert len(target.num_bytes) == len(cuts) * NUM_SWEEPS
