@@ -10,6 +10,8 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import ray
@@ -19,10 +21,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bough.concurrency.tasks import end, first_of, run_to_completion
+from bough.config.addresses import bare, is_wildcard, joined
 from bough.errors import ConfigError, Unavailable
 from bough.processes.child import RestartPolicy, Restarts
 from deploy.forward import Forwarder, WaitingForwarder
-from deploy.index import IndexPlace, IndexServer
+from deploy.index import HeadPlace, IndexPlace, IndexServer
 from deploy.policies import CALLS, REQUESTS
 from deploy.settings import (
     INDEX,
@@ -47,16 +50,16 @@ OPTIONS: Mapping[str, Any] = {  # unless the configuration says otherwise
     "graceful_shutdown_timeout_s": STOP_SECONDS,
     "max_surge_percent": 0,  # no GPU or port is spare for a second replica
 }
-INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
+PLACE_SECONDS = 120.0  # a replica waits this long for the index, or its head, to be placed
 ASK_SECONDS = 5.0
 IN_PLACE = RestartPolicy(first_pause_seconds=0.0, max_in_a_row=1)  # a program that ends again sooner is left to Serve
 PASSED_ON_SECONDS = 0.5  # in which a forwarded request reaches its program
-MOVED_SECONDS = 1.0  # between two requests for the index's address
+MOVED_SECONDS = 1.0  # between two requests for that address
 READY_SECONDS = 50.0  # that a restarted program has to find a target before it gets requests
 
 logger = logging.getLogger(__name__)
 
-IndexOf: TypeAlias = "DeploymentHandle | str"  # the index's deployment, or its URL
+Source: TypeAlias = "DeploymentHandle | str"  # the deployment of the index, or of a stage's head; or the index's URL
 
 
 def node_address() -> str:
@@ -101,13 +104,16 @@ class IndexReplica:
 
 
 class Supervising:
-    """The parts that replicas of workers and of orchestrators share."""
+    """The parts that replicas of workers and of orchestrators share.
+
+    A program restarts when its place moves: that of the index, or of a stage's head.
+    """
 
     role: Role
 
-    def __init__(self, index: IndexOf) -> None:
-        self._index = index
-        self._place = IndexPlace("")
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._place: IndexPlace | HeadPlace = IndexPlace("")
         self._supervisor: Supervisor | None = None
         self._restart: asyncio.Task[None] | None = None  # of a program that has ended by itself, or whose index moved
         self._is_reconfiguring = False  # while new settings are applied, which a restart must not overtake
@@ -119,17 +125,20 @@ class Supervising:
         Serve calls this after the constructor, for one replica after the other when `user_config` has changed, and
         when only the rank of a replica has changed, which does not matter to the program.
         """
-        settings = read_program(self.role, user_config)
+        settings = self._read(user_config)
         if self._supervisor is not None and self._supervisor.settings == settings:
             return
         self._is_reconfiguring = True
         try:
             await self._end_restart()
             await self._leave()
-            self._place = await self._placed_index()
-            await self._start_where_index_is(settings, settings.host or node_address())
+            self._place = await self._wait_for_place()
+            await self._start_at_place(settings, settings.host or node_address())
         finally:
             self._is_reconfiguring = False
+
+    def _read(self, user_config: dict[str, Any]) -> ProgramSettings:
+        return read_program(self.role, user_config)
 
     async def _start(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -137,13 +146,13 @@ class Supervising:
         await self._started(supervisor)
         self._restarts.served()
 
-    async def _start_where_index_is(self, settings: ProgramSettings, host: str) -> None:
-        """Start a program, and again if the index moves meanwhile: a program ends if it finds no index."""
+    async def _start_at_place(self, settings: ProgramSettings, host: str) -> None:
+        """Start a program, and again if its place moves meanwhile: a program ends if it finds no index."""
         self._restarts = Restarts(IN_PLACE)  # the ends of an earlier program do not count
         try:
             await self._start(Supervisor(settings, host, self._place))
         except ConfigError:
-            place = await self._placed_index()
+            place = await self._wait_for_place()
             if place == self._place:
                 raise
             self._place = place
@@ -153,7 +162,7 @@ class Supervising:
     async def check_health(self) -> None:
         """Raise if this replica must be replaced.
 
-        A program that has ended is restarted here, but not too often; one whose index has moved is restarted each
+        A program that has ended is restarted here, but not too often; one whose place has moved is restarted each
         time. Serve would take three checks, and another process on a node with the same resources.
         """
         restart, supervisor = self._restart, self._supervisor
@@ -172,10 +181,10 @@ class Supervising:
                 logger.warning("%s\nrestarting it", exc)
                 self._restart = asyncio.create_task(self._start_again(supervisor))
                 return
-        place = await self._index_now()
+        place = await self._place_now()
         if place == self._place or supervisor is not self._supervisor or self._is_reconfiguring:
             return
-        logger.warning("the index has moved from %s to %s: restarting the program", self._place.url, place.url)
+        logger.warning("%s has become %s: restarting the program", self._place, place)
         self._restart = asyncio.create_task(self._start_elsewhere(supervisor, place, restart))
 
     async def _start_again(self, ended: Supervisor) -> None:
@@ -183,13 +192,15 @@ class Supervising:
         await run_to_completion(self._stop())
         await self._start(Supervisor(ended.settings, ended.host, self._place))
 
-    async def _start_elsewhere(self, before: Supervisor, place: IndexPlace, restart: asyncio.Task[None] | None) -> None:
-        """Restart a program at the index's new address, even if `restart` is starting it at the old one."""
+    async def _start_elsewhere(
+        self, before: Supervisor, place: IndexPlace | HeadPlace, restart: asyncio.Task[None] | None
+    ) -> None:
+        """Restart a program with the new address, even if `restart` is starting it with the old one."""
         self._place = place
         if restart is not None:
             await run_to_completion(end(restart))
         await run_to_completion(self._leave())
-        await self._start_where_index_is(before.settings, before.host)
+        await self._start_at_place(before.settings, before.host)
 
     async def __del__(self) -> None:
         """Drain before a redeploy or when scaling down; Serve waits for it."""
@@ -216,44 +227,97 @@ class Supervising:
         if supervisor is not None:
             await supervisor.stop()
 
-    async def _index_now(self) -> IndexPlace:
-        """Return the index's address, or the last known one while the index is being replaced; streams continue."""
+    async def _place_now(self) -> IndexPlace | HeadPlace:
+        """Return the place, or the last known one while the index or head is being replaced; streams continue."""
         try:
-            return await self._find_index(ASK_SECONDS)
+            return await self._find_place(ASK_SECONDS)
         except Unavailable:
             return self._place
 
-    async def _placed_index(self) -> IndexPlace:
-        """Wait until the index is placed: a call may reach a replica that is being replaced, and fail."""
-        deadline = time.monotonic() + INDEX_SECONDS
+    async def _wait_for_place(self) -> IndexPlace | HeadPlace:
+        """Wait until the index or head is placed: a call may reach a replica that is being replaced, and fail."""
+        deadline = time.monotonic() + PLACE_SECONDS
         while True:
             try:
-                return await self._find_index(deadline - time.monotonic())
+                return await self._find_place(deadline - time.monotonic())
             except Unavailable:
                 if time.monotonic() > deadline - MOVED_SECONDS:
                     raise
                 await asyncio.sleep(MOVED_SECONDS)
 
-    async def _until_index_moves(self) -> None:
-        while await self._index_now() == self._place:
+    async def _until_it_moves(self) -> None:
+        while await self._place_now() == self._place:
             await asyncio.sleep(MOVED_SECONDS)
 
-    async def _find_index(self, timeout_seconds: float) -> IndexPlace:
-        if isinstance(self._index, str):
-            return IndexPlace(resolved_url(self._index, os.environ))
+    async def _find_place(self, timeout_seconds: float) -> IndexPlace | HeadPlace:
+        if isinstance(self._source, str):
+            return IndexPlace(resolved_url(self._source, os.environ))
+        name = self._source.deployment_name
         try:
             async with asyncio.timeout(timeout_seconds):
-                return IndexPlace(*await self._index.place.remote())
+                place: IndexPlace | HeadPlace = await self._source.place.remote()
+                return place
         except TimeoutError as exc:
-            raise Unavailable(f"the deployment {INDEX} does not answer within {timeout_seconds:g} s") from exc
+            raise Unavailable(f"the deployment {name} does not answer within {timeout_seconds:g} s") from exc
         except Exception as exc:  # Serve raises various classes if a deployment has no replica
-            raise Unavailable(f"the deployment {INDEX} does not report the index's address: {exc!r}") from exc
+            raise Unavailable(f"the deployment {name} does not report its address: {exc!r}") from exc
 
 
 class TargetReplica(Supervising):
     """A target worker. Their number is fixed, as a new one reads weights for minutes."""
 
     role = Role.TARGET
+
+    def __init__(self, index: Source, stages: int) -> None:
+        """Supervise a target of so many members, whose head it is; 1 is a target by itself."""
+        super().__init__(index)
+        self._stages = stages
+
+    async def place(self) -> HeadPlace:
+        """Return the address at which stages join."""
+        if (supervisor := self._supervisor) is None:
+            raise Unavailable("the target is being started")
+        host = node_address() if is_wildcard(supervisor.host) else supervisor.host
+        return HeadPlace(joined(host, supervisor.port))
+
+    def _read(self, user_config: dict[str, Any]) -> ProgramSettings:
+        settings = super()._read(user_config)
+        return replace(settings, flags=(*settings.flags, "--stages", str(self._stages)))
+
+    async def _start_at_place(self, settings: ProgramSettings, host: str) -> None:
+        """Start a program.
+
+        A head waits for its stages, and Serve passes their call of `place` on only when this replica has started. So a
+        head starts in the background, and `check_health` raises what the start raises.
+        """
+        starting = super()._start_at_place(settings, host)
+        if self._stages == 1:
+            await starting
+        else:
+            self._restart = asyncio.create_task(starting)
+
+
+class StageReplica(Supervising):
+    """Layers of the target on another node."""
+
+    role = Role.STAGE
+
+    async def __del__(self) -> None:
+        """Compute until the head has drained, as it may end too."""
+        if self._supervisor is not None and isinstance(self._place, HeadPlace):
+            await _closed(self._place, self._supervisor.settings.config.drain_seconds)
+        await super().__del__()
+
+
+async def _closed(head: HeadPlace, timeout_seconds: float) -> None:
+    """Wait until the head's port is closed, or for this time."""
+    host, _, port = head.address.rpartition(":")
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(timeout_seconds):
+            while True:
+                _, writer = await asyncio.open_connection(bare(host), int(port))
+                writer.close()
+                await asyncio.sleep(MOVED_SECONDS)
 
 
 class DraftReplica(Supervising):
@@ -272,7 +336,7 @@ class OrchestratorReplica(Supervising):
 
     role = Role.ORCHESTRATOR
 
-    def __init__(self, index: IndexOf, workers: list[DeploymentHandle]) -> None:
+    def __init__(self, index: Source, workers: list[DeploymentHandle]) -> None:
         """Keep `workers` only so that Serve deploys them with the application; they are found through the index."""
         super().__init__(index)
         self._workers = workers
@@ -315,7 +379,7 @@ class OrchestratorReplica(Supervising):
 
     async def _started(self, supervisor: Supervisor) -> None:
         if self._has_served:  # requests wait, possibly for a target that restarts too
-            await first_of(supervisor.until_ready(READY_SECONDS), self._until_index_moves())
+            await first_of(supervisor.until_ready(READY_SECONDS), self._until_it_moves())
         self._has_served = True
         self._forwarder.open(supervisor.forwarder())
 
@@ -340,7 +404,11 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     settings = read_fields(AppSettings, args, "args")
     index = settings.index_url or serve.deployment(name=INDEX, **OPTIONS)(IndexReplica).bind()
-    workers = [serve.deployment(name=Role.TARGET.value, **OPTIONS)(TargetReplica).bind(index)]
+    target = serve.deployment(name=Role.TARGET.value, **OPTIONS)(TargetReplica).bind(index, settings.stages)
+    workers = [target]
+    if settings.stages > 1:
+        others = serve.deployment(name=Role.STAGE.value, num_replicas=settings.stages - 1, **OPTIONS)(StageReplica)
+        workers.append(others.bind(target))
     if settings.drafts:
         workers.append(serve.deployment(name=Role.DRAFT.value, **OPTIONS)(DraftReplica).bind(index))
     options = {**OPTIONS, "graceful_shutdown_timeout_s": Role.ORCHESTRATOR.stop_seconds}

@@ -19,7 +19,7 @@ from ray.serve.schema import ServeDeploySchema
 from bough.config.addresses import is_loopback
 from bough.config.flag_parser import FlagParser
 from bough.config.json_fields import first_refusal
-from bough.config.processes import OrchestratorConfig, parse
+from bough.config.processes import OrchestratorConfig, TargetConfig, parse
 from bough.errors import BoughError, ConfigError
 from bough.health.ray_dashboard import Node, RayDashboard
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
@@ -139,6 +139,8 @@ def _check_application(application: Mapping[str, Any]) -> None:
         known.remove(INDEX)
     if not args.drafts:
         known.remove(Role.DRAFT.value)
+    if args.stages == 1:
+        known.remove(Role.STAGE.value)
     given: dict[str, Mapping[str, Any]] = {}
     for deployment in application.get("deployments", ()):
         if deployment["name"] in given:
@@ -153,7 +155,26 @@ def _check_application(application: Mapping[str, Any]) -> None:
         elif "user_config" not in given.get(name, {}):
             raise ConfigError(f"deployments: {name} has no user_config; must be given, with its program's settings")
         else:
+            if args.stages > 1 and Role(name) in (Role.TARGET, Role.STAGE):
+                _check_member(args.stages, Role(name), given[name])
             _check_deployment(Role(name), given[name])
+
+
+def _check_member(stages: int, role: Role, deployment: Mapping[str, Any]) -> None:
+    """Require one head, at a port where stages find it again, and as many stages as it waits for."""
+    number = 1 if role is Role.TARGET else stages - 1
+    if (given := deployment.get("num_replicas") or number) != number:
+        raise ConfigError(f"{role.value}.num_replicas: must be {number} with args.stages {stages}, got {given}")
+    where = f"{role.value}.user_config"
+    config = read_program(role, deployment["user_config"], where).config
+    assert isinstance(config, TargetConfig), "members are target workers"
+    if config.simulate:
+        raise ConfigError(f"{where}.program.simulate: must be left out with args.stages, got {config.simulate}")
+    if role is Role.TARGET and not config.port:
+        raise ConfigError(
+            f"{where}.program.port: must be fixed with args.stages, got 0: stages keep their layers when the head "
+            "restarts at its address"
+        )
 
 
 def orchestrator_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> OrchestratorConfig:
@@ -211,9 +232,9 @@ def _check_deployment(role: Role, deployment: Mapping[str, Any]) -> None:
         )
     scaling = deployment.get("autoscaling_config")
     is_scaled = scaling or deployment.get("num_replicas") == "auto"
-    if role is Role.TARGET and is_scaled:
+    if role in (Role.TARGET, Role.STAGE) and is_scaled:
         raise ConfigError(
-            "Target.num_replicas: must be a number, without autoscaling_config: a target takes minutes to start"
+            f"{role.value}.num_replicas: must be a number, without autoscaling_config: a target takes minutes to start"
         )
     if is_scaled:
         _check_policy(role, (scaling or {}).get("policy", {}))

@@ -66,6 +66,12 @@ class IndexPlace(NamedTuple):
         return f"{self.url}?{urlencode(settings)}" if settings else self.url
 
 
+class HeadPlace(NamedTuple):
+    """Where a stage's head is."""
+
+    address: str
+
+
 class IndexServer:
     """One Valkey server, reachable from other nodes."""
 

@@ -18,14 +18,17 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfi
 from bough.config.reader import parse, setting
 from bough.errors import ConfigError
 from bough.registry.registry import Quota
-from bough.rpc.services import DRAFT, GENERATION, TARGET
+from bough.rpc.services import DRAFT, GENERATION, STAGES, TARGET
 
 INDEX_PORT = 7412  # not 6379, which Ray's own GCS listens on
 STOP_SECONDS = 45.0  # for a replica to drain: the program's own 25 s, and its exit
 ORCHESTRATOR_DRAIN_SECONDS = 600.0  # default: as long as OpenAI's clients wait, as other replicas serve meanwhile
 PORTS = ("port", "http_port", "metrics_port")  # settings of programs
 DEMONSTRATION = "demonstration"  # as a model: the one that `bough demo` writes
-SUPERVISED = frozenset({"advertise", "advertise_port", "index_url"})  # set by the supervisor only
+SUPERVISED = {  # settings of programs that others set
+    **dict.fromkeys(("advertise", "advertise_port", "index_url", "stage_of"), "the supervisor"),
+    "stages": "args.stages",
+}
 
 Config = TypeVar("Config")
 
@@ -34,28 +37,29 @@ class Role(Enum):
     """What a deployment runs; the value is the deployment's name."""
 
     TARGET = "Target"
+    STAGE = "Stage"
     DRAFT = "Draft"
     ORCHESTRATOR = "Orchestrator"
 
     @property
     def module(self) -> str:
         """Name of the program, for `python -m`."""
-        return "orchestrator" if self is Role.ORCHESTRATOR else f"{self.value.lower()}_worker"
+        return {Role.DRAFT: "draft_worker", Role.ORCHESTRATOR: "orchestrator"}.get(self, "target_worker")
 
     @property
     def config(self) -> type[ServiceConfig]:
         """Class of the program's settings."""
-        return {Role.TARGET: TargetConfig, Role.DRAFT: DraftConfig, Role.ORCHESTRATOR: OrchestratorConfig}[self]
+        return {Role.DRAFT: DraftConfig, Role.ORCHESTRATOR: OrchestratorConfig}.get(self, TargetConfig)
 
     @property
     def service(self) -> ServiceDescriptor:
         """The program's gRPC service."""
-        return {Role.TARGET: TARGET, Role.DRAFT: DRAFT, Role.ORCHESTRATOR: GENERATION}[self]
+        return {Role.TARGET: TARGET, Role.STAGE: STAGES, Role.DRAFT: DRAFT, Role.ORCHESTRATOR: GENERATION}[self]
 
     @property
     def settings(self) -> frozenset[str]:
         """Names of the program's settings that a `user_config` may give."""
-        return frozenset(f.name for f in fields(self.config)) - SUPERVISED
+        return frozenset(f.name for f in fields(self.config)) - SUPERVISED.keys()
 
     @property
     def stop_seconds(self) -> float:
@@ -119,6 +123,7 @@ class AppSettings:
 
     index_url: str = setting("", "URL of an existing index, or $NAME for that variable on each node; empty deploys one")
     drafts: bool = setting(True, "no: deploy no draft workers")
+    stages: int = setting(1, "machines that hold the target's layers together", number(int, 1))
 
 
 def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_config") -> ProgramSettings:
@@ -131,7 +136,7 @@ def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_
     defaults = ["--drain-seconds", str(ORCHESTRATOR_DRAIN_SECONDS)] if role is Role.ORCHESTRATOR else []
     for name, value in program.items():
         if name in SUPERVISED:
-            raise ConfigError(f"{where}.program.{name}: must be left to the supervisor, got {value!r}")
+            raise ConfigError(f"{where}.program.{name}: must be left to {SUPERVISED[name]}, got {value!r}")
         if name not in role.settings:
             raise _unknown(f"{where}.program.{name}", sorted(role.settings))
         flags += ["--" + name.replace("_", "-"), _text(f"{where}.program.{name}", value)]

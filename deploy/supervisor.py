@@ -22,7 +22,7 @@ import grpc
 from bough.concurrency.stall_timer import StallTimer
 from bough.concurrency.tasks import came_true
 from bough.config.addresses import bare, bound, free_port, joined
-from bough.config.processes import OrchestratorConfig, ServiceConfig, parse, to_flags
+from bough.config.processes import OrchestratorConfig, ServiceConfig, TargetConfig, parse, to_flags
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.pb import common_pb2, generation_pb2
@@ -36,7 +36,7 @@ from bough.rpc.services import stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import Access
 from deploy.forward import Forwarder
-from deploy.index import IndexPlace
+from deploy.index import HeadPlace, IndexPlace
 from deploy.settings import PORTS, REPLICA_ENDING_SECONDS, ProgramSettings, Role
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ LEAVING_SECONDS = 30.0  # within which a draining orchestrator has closed its po
 class Supervisor:
     """One program; none before `start` and after `stop`."""
 
-    def __init__(self, settings: ProgramSettings, host: str, index: IndexPlace) -> None:
-        """Prepare a program that listens on `host`, this node's address, and advertises it.
+    def __init__(self, settings: ProgramSettings, host: str, place: IndexPlace | HeadPlace) -> None:
+        """Prepare a program that listens on `host`, this node's address, and advertises it; a stage has a head's place.
 
         Raise ConfigError naming a setting, or an environment variable of this node, that is unusable.
         """
@@ -61,7 +61,9 @@ class Supervisor:
         # They come last, as the last of equal flags counts.
         fixed = ("--host", self.host, "--drain-seconds", str(settings.config.drain_seconds))
         config = parse(self.role.config, self.role.module, [*settings.flags, *fixed], os.environ)
-        self._index_url = index.url_for(config)
+        self._index_url = place.url_for(config) if isinstance(place, IndexPlace) else ""
+        if isinstance(place, HeadPlace) and isinstance(config, TargetConfig):
+            config = replace(config, stage_of=place.address)
         config = replace(config, port=config.port or free_port(self.host))
         if isinstance(config, OrchestratorConfig):
             config = replace(config, http_port=config.http_port or free_port(self.host))
@@ -79,7 +81,11 @@ class Supervisor:
     @property
     def address(self) -> str:
         """Address of the program's gRPC services."""
-        return joined(self.host, self._config.port)
+        return joined(self.host, self.port)
+
+    @property
+    def port(self) -> int:
+        return self._config.port
 
     def forwarder(self) -> Forwarder | None:
         """Return a forwarder to the program's HTTP port; None if that is off or requires certificates of clients.
@@ -110,7 +116,8 @@ class Supervisor:
                 raise ConfigError(child.describe_end())
             child.process.kill()
             raise ConfigError(f"{self.role.module} did not serve within {seconds:g} s")
-        await self._require_answers(child)
+        if self.role is not Role.STAGE:  # it has no call for people
+            await self._require_answers(child)
         self._has_served = True
         logger.info("%s serves at %s; its log is %s", self.role.module, self.address, child.log)
 
@@ -214,6 +221,11 @@ class Supervisor:
                 await self.loads()
             self._silent_since = None
             return ""
+        if self.role is Role.STAGE:  # its head finds a pass that does not end
+            if not await is_serving(self._channel.current, self.role.service.full_name, CALL_SECONDS):
+                raise Unavailable("health: must be SERVING")
+            self._silent_since = None
+            return ""
         info = await self.info()
         self._silent_since, now = None, time.monotonic()
         num_calls = info.num_waiting + info.num_running
@@ -250,7 +262,8 @@ def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]
     Ray sets OMP_NUM_THREADS to 1 in its workers. The index's URL is a variable, as it may contain a password.
     """
     threads = {"OMP_NUM_THREADS": str(getattr(settings.config, "threads", os.cpu_count() or 1))}
-    return {**threads, **dict(settings.environment), variable(settings.role.module, "index_url"): index_url}
+    index = {variable(settings.role.module, "index_url"): index_url} if index_url else {}
+    return {**threads, **dict(settings.environment), **index}
 
 
 def _key_of_its_own(config: ServiceConfig) -> IO[str] | None:

@@ -178,6 +178,44 @@ def test_a_wrong_setting_is_named(path: str, value: Any, text: str) -> None:
         check(changed(path, value))
 
 
+STAGED = yaml.safe_load((FOLDER / "staged-target.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("Target", {"num_replicas": 2}, r"Target\.num_replicas: must be 1 with args\.stages 2, got 2"),
+        ("Stage", {"num_replicas": 3}, r"Stage\.num_replicas: must be 1 with args\.stages 2, got 3"),
+        ("Stage", {"num_replicas": "auto"}, r"Stage\.num_replicas: must be 1 with args\.stages 2, got auto"),
+        ("Stage", {"autoscaling_config": {"max_replicas": 2}}, r"Stage\.num_replicas: must be a number"),
+        (
+            "Target",
+            {"user_config": {"program": {"model": "m"}}},
+            r"Target\.user_config\.program\.port: must be fixed with args\.stages, got 0",
+        ),
+        (
+            "Stage",
+            {"user_config": {"program": {"simulate": "two-cores"}}},
+            r"Stage\.user_config\.program\.simulate: must be left out with args\.stages, got two-cores",
+        ),
+        ("Stage", {"name": "Stages"}, r"deployments: must be of .*Target, Stage, Draft.*, got Stages"),
+    ],
+)
+def test_a_wrong_setting_of_a_staged_target_is_named(name: str, change: dict[str, Any], text: str) -> None:
+    config = copy.deepcopy(STAGED)
+    (deployment,) = (each for each in config["applications"][0]["deployments"] if each["name"] == name)
+    deployment |= change
+    with pytest.raises(ConfigError, match=text):
+        check(config)
+
+
+def test_stages_are_deployed_only_if_there_are_any() -> None:
+    config = copy.deepcopy(STAGED)
+    config["applications"][0]["args"]["stages"] = 1
+    with pytest.raises(ConfigError, match=r"deployments: must be of .*Target, Draft.*, got Stage"):
+        check(config)
+
+
 def test_a_fixed_port_needs_its_own_node() -> None:
     config = changed(f"{ORCHESTRATOR}.max_replicas_per_node", None)
     program = config["applications"][0]["deployments"][2]["user_config"]["program"]

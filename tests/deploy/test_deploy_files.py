@@ -181,6 +181,20 @@ def test_kuberay_accepts_the_ray_service_and_its_configuration_is_valid() -> Non
     check(yaml.safe_load(service["spec"]["serveConfigV2"]))
 
 
+def test_the_stage_that_the_manifest_has_as_a_comment_is_valid() -> None:
+    (service,) = (each for each in manifests() if each["kind"] == "RayService")
+    text = service["spec"]["serveConfigV2"]
+    assert "`stages: 2` in `args`, `port: 7421` above, two replicas" in text
+    serve = yaml.safe_load(re.sub(r"^( *)# (- name: Stage|  .*)$", r"\1\2", text, flags=re.MULTILINE))
+    (application,) = serve["applications"]
+    application["args"]["stages"] = 2
+    target, stage, *_ = application["deployments"]
+    assert (target["name"], stage["name"]) == ("Target", "Stage")
+    target["user_config"]["program"]["port"] = 7421
+    check(serve)
+    assert target["ray_actor_options"] == stage["ray_actor_options"], "each takes one node of the group"
+
+
 def test_prometheus_reaches_metrics_on_kubernetes_like_the_guide_describes() -> None:
     guide = Path("docs/deployment.md").read_text()
     settings = {name: yaml.safe_load(value) for name, value in re.findall(r"`(\w*metrics\w*): (\w+)`", guide)}
@@ -205,8 +219,8 @@ def test_pods_may_take_as_long_to_end_as_their_replicas_to_drain() -> None:
     (service,) = (each for each in manifests() if each["kind"] == "RayService")
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     groups = {each["groupName"]: each for each in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
-    for role in Role:
-        (own,) = (each for each in application["deployments"] if each["name"] == role.value)
+    for own in application["deployments"]:
+        role = Role(own["name"])
         (group,) = (one for name, one in groups.items() if role.value.lower() in name)
         grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
         assert grace > own.get("graceful_shutdown_timeout_s", role.stop_seconds)
@@ -305,6 +319,11 @@ def test_variables_in_the_guide_are_settings() -> None:
             config = parse(PROGRAMS[module], module, [], variables)
             require_guarded(config)
             assert read_address(config.index_url).password_file == config.worker_key_file
+    stage, *head = (dict([pair.split("=")]) for pair in re.findall(r"`(BOUGH_TARGET_\w+=\S+)`", text))
+    model = {"BOUGH_TARGET_MODEL": "m"}
+    config = parse(TargetConfig, "target_worker", [], model | head[0] | head[1])
+    assert config.stages == 2
+    assert parse(TargetConfig, "target_worker", [], model | stage).stage_of == f"10.0.0.1:{config.port}"
 
 
 def test_an_index_of_two_machines_has_a_password() -> None:

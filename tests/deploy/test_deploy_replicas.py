@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ pytest.importorskip("ray")
 from bough.errors import ConfigError, Unavailable
 from bough.processes.child import Restarts
 from deploy import app, forward
-from deploy.app import DraftReplica, OrchestratorReplica, build
+from deploy.app import DraftReplica, OrchestratorReplica, StageReplica, Supervising, TargetReplica, build
 from deploy.forward import Forwarder, WaitingForwarder
-from deploy.index import IndexPlace
-from tests.fakes.waiting import until
+from deploy.index import HeadPlace, IndexPlace
+from deploy.settings import Role
+from tests.fakes.waiting import PATIENCE_SECONDS, until
 
 
 class FakeSupervisor:
@@ -49,6 +51,11 @@ class FakeSupervisor:
         self.was_stopped = True
         await self.may_end.wait()
 
+    @property
+    def port(self) -> int:
+        port: int = self.settings.config.port
+        return port
+
     def forwarder(self) -> Forwarder | None:
         return Forwarder("http://127.0.0.1:9")
 
@@ -57,6 +64,13 @@ class Replica(OrchestratorReplica):
     """A replica that is ended by its test."""
 
     def __del__(self) -> None:
+        pass
+
+
+class Layers(StageReplica):
+    """The same of a stage."""
+
+    def __del__(self) -> None:  # type: ignore[override]
         pass
 
 
@@ -89,7 +103,7 @@ def waits(forwarder: WaitingForwarder) -> bool:
     return not forwarder._is_open.is_set()
 
 
-async def restarted(replica: OrchestratorReplica) -> None:
+async def restarted(replica: Supervising) -> None:
     assert replica._restart is not None
     await asyncio.wait([replica._restart])
 
@@ -117,7 +131,7 @@ async def test_a_program_whose_index_has_moved_restarts_with_the_new_one(
 ) -> None:
     """Serve learns nothing: it would replace the replica, in three checks and with another process."""
     (first,) = FakeSupervisor.made
-    monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
+    monkeypatch.setattr(replica, "_source", "redis://127.0.0.1:2")
     await replica.check_health()
     await restarted(replica)
     await replica.check_health()
@@ -132,7 +146,7 @@ async def test_streams_of_an_orchestrator_whose_index_has_moved_end_while_its_su
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FakeSupervisor.may_end.clear()
-    monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
+    monkeypatch.setattr(replica, "_source", "redis://127.0.0.1:2")
     await replica.check_health()
     await restarted(replica)
     assert not waits(replica._forwarder)
@@ -146,7 +160,7 @@ async def test_a_program_restarts_again_if_its_index_moves_again(
     """It would wait forever at an address that does not answer."""
     FakeSupervisor.may_start.clear()
     for number in (2, 3):
-        monkeypatch.setattr(replica, "_index", f"redis://127.0.0.1:{number}")
+        monkeypatch.setattr(replica, "_source", f"redis://127.0.0.1:{number}")
         await replica.check_health()
         await until(lambda number=number: FakeSupervisor.made[-1].index.url.endswith(f":{number}"))
     FakeSupervisor.may_start.set()
@@ -169,7 +183,7 @@ async def test_settings_that_arrive_while_the_index_is_replaced_apply_to_the_nex
             raise answer
         return answer
 
-    monkeypatch.setattr(replica, "_find_index", placed)
+    monkeypatch.setattr(replica, "_find_place", placed)
     monkeypatch.setattr(app, "MOVED_SECONDS", 0.0)
     await replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}})
     assert FakeSupervisor.made[-1].index.url == "redis://127.0.0.1:2"
@@ -180,7 +194,7 @@ async def test_a_program_that_found_no_index_restarts_once_with_the_present_one(
 ) -> None:
     async def start(self: FakeSupervisor) -> None:
         if self.index.url == "redis://127.0.0.1:1":
-            monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
+            monkeypatch.setattr(replica, "_source", "redis://127.0.0.1:2")
             raise ConfigError("--index-url: must be a Redis or Valkey that answers")
 
     monkeypatch.setattr(FakeSupervisor, "start", start)
@@ -193,7 +207,7 @@ async def test_a_silent_index_has_not_moved(replica: OrchestratorReplica, monkey
     async def silent(timeout_seconds: float) -> None:
         raise Unavailable("the deployment Index does not answer")
 
-    monkeypatch.setattr(replica, "_find_index", silent)
+    monkeypatch.setattr(replica, "_find_place", silent)
     await replica.check_health()
     assert replica._restart is None
     assert len(FakeSupervisor.made) == 1
@@ -202,7 +216,7 @@ async def test_a_silent_index_has_not_moved(replica: OrchestratorReplica, monkey
 async def test_a_program_that_does_not_start_with_the_new_index_is_left_to_serve(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
+    monkeypatch.setattr(replica, "_source", "redis://127.0.0.1:2")
     monkeypatch.setattr(FakeSupervisor, "problem", "its port is in use")
     await replica.check_health()
     await restarted(replica)
@@ -334,7 +348,7 @@ async def test_a_successor_whose_index_moves_does_not_wait_for_a_target(
     redeploying = asyncio.create_task(replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}}))
     await is_asked.wait()
     assert not redeploying.done()
-    monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
+    monkeypatch.setattr(replica, "_source", "redis://127.0.0.1:2")
     await redeploying
     await replica.check_health()
     await restarted(replica)
@@ -364,6 +378,77 @@ async def test_a_worker_drains_before_another_uses_its_gpu() -> None:
     await redeploying
     assert len(FakeSupervisor.made) == num_made + 1
     await draft._end()
+
+
+class Head(TargetReplica):
+    """The same of a head."""
+
+    def __del__(self) -> None:
+        pass
+
+
+class Asked:
+    """A method of a replica, as its deployment's handle has it."""
+
+    def __init__(self, method: Callable[[], Awaitable[Any]]) -> None:
+        self.remote = method
+
+
+@pytest.mark.usefixtures("replica")
+async def test_stages_find_a_head_that_waits_for_them_and_restart_when_it_has_moved() -> None:
+    """Serve asks only replicas that have started: the head would wait for its stages, and they for it."""
+    FakeSupervisor.may_start.clear()
+    head = Head("redis://127.0.0.1:1", 2)
+    await head.reconfigure({"program": {"host": "127.0.0.1", "model": "m", "port": 7421}})
+    await until(lambda: FakeSupervisor.made[-1].settings.role is Role.TARGET)
+    assert FakeSupervisor.made[-1].settings.flags[-2:] == ("--stages", "2")
+    await head.check_health()
+    stage = Layers(SimpleNamespace(deployment_name="Target", place=Asked(head.place)))
+    FakeSupervisor.may_start.set()
+    await stage.reconfigure({"program": {"host": "127.0.0.1", "model": "m"}})
+    assert FakeSupervisor.made[-1].index == HeadPlace("127.0.0.1:7421")
+    await restarted(head)
+    await stage.check_health()
+    num_made = len(FakeSupervisor.made)
+    assert head._supervisor is not None
+    head._supervisor.host = "127.0.0.2"
+    await stage.check_health()
+    await restarted(stage)
+    assert [each.index for each in FakeSupervisor.made[num_made:]] == [HeadPlace("127.0.0.2:7421")]
+    head._supervisor = None
+    await stage.check_health()
+    assert len(FakeSupervisor.made) == num_made + 1, "one that is being restarted has not moved"
+    await stage._end()
+
+
+@pytest.mark.usefixtures("replica")
+async def test_a_head_that_cannot_start_is_left_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeSupervisor, "problem", "its port is in use")
+    head = Head("redis://127.0.0.1:1", 2)
+    await head.reconfigure({"program": {"host": "127.0.0.1", "model": "m", "port": 7421}})
+    await restarted(head)
+    with pytest.raises(ConfigError, match="its port is in use"):
+        await head.check_health()
+
+
+async def test_a_stage_ends_after_its_head() -> None:
+    """Serve ends both at the same time: running streams of the head were cut off."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1")
+        place = HeadPlace(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        ending = asyncio.create_task(app._closed(place, 3600.0))
+        await asyncio.sleep(0.1)
+        assert not ending.done()
+        server.close()
+        await ending
+        await app._closed(place, 0.0)
+
+
+def test_stages_are_a_deployment_of_their_own() -> None:
+    target, stage = build({"stages": 3, "drafts": False})._bound_deployment.init_args[1]
+    assert (target._bound_deployment.name, target._bound_deployment.num_replicas) == ("Target", 1)
+    assert (stage._bound_deployment.name, stage._bound_deployment.num_replicas) == ("Stage", 2)
+    assert target._bound_deployment.init_args[1] == 3
 
 
 async def test_a_deployment_without_settings_is_refused_with_what_is_missing() -> None:

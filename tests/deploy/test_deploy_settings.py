@@ -40,6 +40,11 @@ def test_lists_and_the_demonstration_model_become_flags() -> None:
             {"program": {**SIMULATED, "index_url": "redis://x"}},
             r"index_url: must be left to the supervisor, got 'redis://x'",
         ),
+        ({"program": {**SIMULATED, "stages": 2}}, r"program\.stages: must be left to args\.stages, got 2"),
+        (
+            {"program": {**SIMULATED, "stage_of": "a:1"}},
+            r"program\.stage_of: must be left to the supervisor, got 'a:1'",
+        ),
         ({"program": {}}, r"user_config\.program: --model: missing"),
         ({"program": ["simulate"]}, r"user_config\.program: must be a mapping of names to values, got \['simulate'\]"),
         (
@@ -71,6 +76,7 @@ def test_arguments_and_the_index_have_settings() -> None:
     for cls, values, text in (
         (AppSettings, {"index": "redis://x"}, "args.index: no such setting"),
         (AppSettings, {"drafts": "perhaps"}, "args.drafts: must be yes or no, got 'perhaps'"),
+        (AppSettings, {"stages": 0}, "args.stages: must be a whole number, 1 or more, got 0"),
         (IndexSettings, {"port": 70_000}, "args.port: must be a whole number, 0 to 65535, got 70000"),
         (IndexSettings, {"memory": 256}, "args.memory: must be a whole number, 1537 or more, got 256"),
     ):

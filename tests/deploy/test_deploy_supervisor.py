@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
 from bough.registry.registry import Registry
 from bough.simulation.profile import load_profile
 from deploy import supervisor as supervisor_module
-from deploy.index import IndexPlace
+from deploy.index import HeadPlace, IndexPlace
 from deploy.settings import Role, read_program
 from deploy.supervisor import Supervisor
 from tests.fakes.processes.supervised import HOST, PROFILE, checked_until_it_fails, supervised
@@ -209,6 +210,18 @@ async def test_a_program_drains_as_long_as_its_supervisor_waits(
         assert draft._child is not None
         flags = draft._child.command
         assert float(flags[flags.index("--drain-seconds") + 1]) == draft.settings.config.drain_seconds == 25
+
+
+async def test_a_stage_gets_its_heads_address_and_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[tuple[Any, ...]]()
+    monkeypatch.setattr(supervisor_module, "open_program", lambda *given: started.append(given))
+    stage = Supervisor(read_program(Role.STAGE, {"program": {"model": "m"}}), HOST, HeadPlace("10.0.0.1:7421"))
+    await stage._started()
+    ((module, command, variables, *_),) = started
+    assert module == "target_worker"
+    assert command[command.index("--stage-of") + 1] == "10.0.0.1:7421"
+    assert "BOUGH_TARGET_INDEX_URL" not in variables
+    await stage.stop()
 
 
 async def test_a_log_is_stored_in_a_readable_folder(

@@ -6,8 +6,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,11 @@ SWEEP_SECONDS = 0.5  # so that they do
 LONG, SHORT = 250, 8  # tokens of streams
 
 
-@pytest.fixture
-def dashboard(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """That of a head without GPUs, and of a node that says it has one: Ray believes it."""
+@contextmanager
+def ray_nodes(
+    monkeypatch: pytest.MonkeyPatch, first: dict[str, int], second: dict[str, int], num_gpus: int = 0
+) -> Iterator[RayDashboard]:
+    """Two nodes with these resources; the second says that it has GPUs, which Ray believes."""
     from ray.cluster_utils import Cluster
 
     for name, value in {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}.items():
@@ -44,14 +46,20 @@ def dashboard(monkeypatch: pytest.MonkeyPatch) -> Any:
     common = {"num_cpus": 2, "object_store_memory": 100_000_000}
     port = free_port(HOST)
     head = {"include_dashboard": True, "dashboard_host": HOST, "dashboard_port": port, "num_gpus": 0}
-    cluster = Cluster(
-        initialize_head=True, head_node_args={**common, **head, "resources": {"index": 1, "orchestrator": 2}}
-    )
+    cluster = Cluster(initialize_head=True, head_node_args={**common, **head, "resources": first})
     try:
-        cluster.add_node(**common, num_gpus=1, resources={"target_gpu": 1, "draft_gpu": 1})
+        cluster.add_node(**common, num_gpus=num_gpus, resources=second)
         yield RayDashboard(f"http://{HOST}:{port}")
     finally:
         cluster.shutdown()
+
+
+@pytest.fixture
+def dashboard(monkeypatch: pytest.MonkeyPatch) -> Any:
+    with ray_nodes(
+        monkeypatch, {"index": 1, "orchestrator": 2}, {"target_gpu": 1, "draft_gpu": 1}, num_gpus=1
+    ) as dashboard:
+        yield dashboard
 
 
 def config(index_port: int) -> dict[str, Any]:
@@ -127,12 +135,17 @@ async def has_workers(client: Client) -> bool:
 
 def gpus_of(dashboard: RayDashboard, deployment: str) -> set[str]:
     """CUDA_VISIBLE_DEVICES of the programs below a deployment's replicas."""
+    programs = programs_of(dashboard, deployment)
+    lines = [line for number in programs for line in Path(f"/proc/{number}/environ").read_text().split("\0")]
+    return {line.partition("=")[2] for line in lines if line.startswith("CUDA_VISIBLE_DEVICES=")}
+
+
+def programs_of(dashboard: RayDashboard, deployment: str) -> list[int]:
+    """Process ids of the programs below a deployment's replicas."""
     ours = [each for application in dashboard.applications() for each in application.deployments]
     replicas = [replica.process_id for each in ours if each.name == deployment for replica in each.replicas]
     tasks = [task for number in replicas for task in Path(f"/proc/{number}/task").glob("*/children")]
-    programs = [number for task in tasks for number in task.read_text().split()]
-    lines = [line for number in programs for line in Path(f"/proc/{number}/environ").read_text().split("\0")]
-    return {line.partition("=")[2] for line in lines if line.startswith("CUDA_VISIBLE_DEVICES=")}
+    return [int(number) for task in tasks for number in task.read_text().split()]
 
 
 @asynccontextmanager
