@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -23,11 +24,12 @@ from bough.processes.launch import Cluster, Settings, launched
 from bough.tokenization.vocabulary import TokenizerFiles
 from loadtest.common.tiny_tokenizer import save_tokenizer
 from tests.fakes.fleet import Fleet, fleet
-from tests.fakes.processes.fork_server import forked_programs
+from tests.fakes.processes.fork_server import ForkServer, forked_programs
 from tests.fakes.stage import Orchestrator, Stage, orchestrating, staged_at
 from tests.fakes.torch_imports import import_torch
 
 TESTS = Path(__file__).parent
+FORK_SERVER = pytest.StashKey[ForkServer]()
 FOLDERS = {"pipeline": "pipeline", "clients": "pipeline", "loadtest": "pipeline"}  # kinds of tests; others are units
 PROCESSES = {"tiny_cluster", "smollm"}  # fixtures of real processes and real models
 # Folders whose modules load no torch, which takes seconds and 200 MB; tests/test_layout.py checks it.
@@ -83,9 +85,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All processes of pytest share one that forks."""
+    if FORK_SERVER not in node.config.stash:
+        node.config.stash[FORK_SERVER] = server = ForkServer()
+        node.config.add_cleanup(server.close)
+    node.workerinput["fork_server"] = node.config.stash[FORK_SERVER].address
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _forked_programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    with forked_programs(any(item.get_closest_marker("unit") is None for item in request.session.items)):
+    address = getattr(request.config, "workerinput", {}).get("fork_server")
+    with forked_programs(address, any(item.get_closest_marker("unit") is None for item in request.session.items)):
         yield
 
 

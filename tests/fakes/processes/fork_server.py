@@ -46,7 +46,7 @@ END_SECONDS = 10.0
 class ForkedProcess:
     """A program that the server has forked, with the methods of `subprocess.Popen` that `bough.processes` calls."""
 
-    def __init__(self, server: ForkServer, process_id: int) -> None:
+    def __init__(self, server: Forks, process_id: int) -> None:
         self.pid = process_id
         self.returncode: int | None = None  # exit status, or the negative number of a signal
         self._server = server
@@ -84,19 +84,45 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The process that forks. It starts when it is first wanted; programs end with it, and it ends with this one."""
+    """The process that forks. It imports when it is first wanted, and ends with this one; programs end with it."""
 
     def __init__(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("")  # the kernel chooses a name that is no file
+            listener.listen()
+            self.address: bytes = listener.getsockname()
+            self._process = start(
+                [sys.executable, "-P", __file__],
+                # Ctrl-C is meant for pytest, which ends what it has started.
+                lambda line: subprocess.Popen(line, stdin=listener, start_new_session=True),
+            )
+
+    def close(self) -> None:
+        """End the server, and with it what still runs."""
+        self._process.terminate()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Forks:
+    """A connection to a server: programs of this process are forked by it."""
+
+    def __init__(self, address: bytes) -> None:
+        self._address = address
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
         self._environment = dict(os.environ)  # in which it imports, whenever it starts
 
-    def start(self) -> None:
-        """Start to import, if it has not been."""
+    def connect(self) -> None:
+        """Connect, if it has not been done; the first that connects has the server import."""
         with self._lock:
             if self._requests is None:
-                self._requests = self._started()
+                self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._requests.connect(self._address)
+                self._requests.send(json.dumps(self._environment).encode())
 
     def open_process(self, command: Sequence[str], log: Path, variables: Mapping[str, str], held: Sequence[int]) -> Any:
         """As `child.open_process`, which starts what is no program of bough, or would import in another environment."""
@@ -118,7 +144,7 @@ class ForkServer:
 
     def ask(self, request: Mapping[str, Any], held: Sequence[int] = ()) -> Any:
         """The server's answer. Raises OSError if it has ended, as it does where whoever asks was interrupted."""
-        self.start()
+        self.connect()
         with self._lock:
             assert self._requests is not None, "it has been started"
             try:
@@ -131,40 +157,28 @@ class ForkServer:
             return json.loads(answer)
 
     def close(self) -> None:
-        """End the server, and with it what still runs."""
-        if self._process is not None and self._requests is not None:
-            with suppress(OSError):
-                self._requests.shutdown(socket.SHUT_RDWR)
+        """Ask for nothing more."""
+        if self._requests is not None:
             self._requests.close()
-            try:
-                self._process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-
-    def _started(self) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, "-P", __file__]
-            self._process = start(
-                command,
-                # Ctrl-C is meant for pytest, which ends what it has started.
-                lambda line: subprocess.Popen(line, stdin=theirs, env=self._environment, start_new_session=True),
-            )
-        return ours
 
 
 @contextmanager
-def forked_programs(is_certain: bool = True) -> Iterator[None]:
-    """While the block runs, this process has its programs forked; where that `is_certain` the imports begin at once."""
-    server = ForkServer()
+def forked_programs(address: bytes | None = None, is_certain: bool = True) -> Iterator[None]:
+    """While the block runs, programs are forked by the server at an address, or by one of its own.
+
+    Where there certainly are some, the imports begin at once.
+    """
+    own = ForkServer() if address is None else None
+    forks = Forks(own.address if own else address or b"")
     if is_certain:
-        server.start()
+        forks.connect()
     try:
-        with _opened_by(server.open_process):
+        with _opened_by(forks.open_process):
             yield
     finally:
-        server.close()
+        forks.close()
+        if own:
+            own.close()
 
 
 def started_anew() -> AbstractContextManager[None]:
@@ -204,7 +218,8 @@ def environment_of_imports(environment: Mapping[str, str]) -> dict[str, str]:
 
 def main() -> None:
     """Fork each requested program and report its process id, or report the exit status of an earlier one."""
-    requests = socket.socket(fileno=os.dup(0))
+    listener = socket.socket(fileno=os.dup(0))
+    callers = [new_caller(listener)]
     importlib.import_module("bough.model.architecture.light_imports").import_transformers()  # as workers do
     for name in IMPORTS:
         importlib.import_module(name)
@@ -214,19 +229,34 @@ def main() -> None:
     assert threading.active_count() == 1, "a process must not fork once it has threads of its own"
     server_id = os.getpid()
     while True:
-        message, held, _, _ = socket.recv_fds(requests, MAX_MESSAGE, MAX_DESCRIPTORS)
-        if not message:
-            return
-        request = json.loads(message)
-        if "status" in request:
-            answer = exit_status(request["status"])
-        elif (answer := os.fork()) == 0:
-            requests.close()
-            become(request, held[0], server_id)
-            return
-        for descriptor in held:
-            os.close(descriptor)
-        requests.send(json.dumps(answer).encode())
+        for ready in select.select([listener, *callers], [], [])[0]:
+            if ready is listener:
+                callers.append(new_caller(listener))
+                continue
+            message, held, _, _ = socket.recv_fds(ready, MAX_MESSAGE, MAX_DESCRIPTORS)
+            if not message:
+                callers.remove(ready)
+                ready.close()
+                continue
+            request = json.loads(message)
+            if "status" in request:
+                answer = exit_status(request["status"])
+            elif (answer := os.fork()) == 0:
+                for each in (listener, *callers):
+                    each.close()
+                become(request, held[0], server_id)
+                return
+            for descriptor in held:
+                os.close(descriptor)
+            with suppress(OSError):  # whoever asked has ended
+                ready.send(json.dumps(answer).encode())
+
+
+def new_caller(listener: socket.socket) -> socket.socket:
+    """The next connection, whose environment, which is that of all, becomes this process's own."""
+    caller, _ = listener.accept()
+    os.environ.update(json.loads(caller.recv(MAX_MESSAGE)))
+    return caller
 
 
 def exit_status(process_id: int) -> int | None:
