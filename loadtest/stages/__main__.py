@@ -4,8 +4,9 @@
     python -m loadtest.stages --faults 100 --repeats 0
 
 The demonstration on two hosts of 1.4 GB, over 1 Gbit/s with 0.5 ms and over 100 Mbit/s with 10 ms in each direction,
-against one host of 1.4 GB whose disk reads 500 MB/s, and against plain decoding. Then faults at the stage of a small
-model: killed and restarted, stopped for some seconds, or cut off. Ends with one JSON line; the exit status is 1 if a
+against one host of 1.4 GB whose disk reads 500 MB/s, and against plain decoding. Then four sessions at a time on two
+hosts with a processor each, with one and with two sweeps in flight. Then faults at the stage of a small model: killed
+and restarted, stopped for some seconds, or cut off. Ends with one JSON line; the exit status is 1 if a
 stream hung, failed, or differed from its undisturbed text, or if self-sized trees were slower than plain decoding.
 """
 
@@ -25,6 +26,8 @@ from loadtest.cluster.hosts import hosts, missing
 from loadtest.common.limits import can_limit
 from loadtest.common.machine import processor
 from loadtest.stages.faults import disturb
+from loadtest.stages.in_flight import HOSTS as IN_FLIGHT
+from loadtest.stages.in_flight import compare_in_flight
 from loadtest.stages.speed import HOSTS, compare, figures
 
 MUST_BE_ZERO = (
@@ -34,17 +37,22 @@ MUST_BE_ZERO = (
     "hung_streams",
     "failed_streams",
     "unequal_answers",
+    "unequal_in_flight",
 )
 NOISE = 0.97  # of repeated measurements: a ratio above it is not slower
 
 
-async def measure(repeats: int, num_tokens: int, plain_tokens: int, faults: int, seed: int) -> dict[str, Any]:
-    """Run both parts, each unless its number is 0."""
-    found: dict[str, Any] = {"two_in_flight_over_one": None}  # one sweep is in flight at a time
-    began = time.monotonic()
-    with hosts(*(name for names in HOSTS.values() for name in names)) as made:
+async def measure(
+    repeats: int, in_flight: int, num_tokens: int, plain_tokens: int, faults: int, seed: int
+) -> dict[str, Any]:
+    """Run the parts, each unless its number is 0."""
+    found, began = dict[str, Any](), time.monotonic()
+    with hosts(*(name for names in (*HOSTS.values(), *IN_FLIGHT.values()) for name in names)) as made:
         if repeats:
             found |= figures(await compare(repeats, num_tokens, plain_tokens, made))
+            print(json.dumps(found), file=sys.stderr, flush=True)
+        if in_flight:
+            found |= await compare_in_flight(in_flight, num_tokens, made)
             print(json.dumps(found), file=sys.stderr, flush=True)
         if faults:
             with TemporaryDirectory(prefix="bough-tiny-") as folder:
@@ -62,6 +70,7 @@ def main() -> int:
     """Print one JSON line last."""
     parser = FlagParser("python -m loadtest.stages", __doc__)
     parser.add_argument("--repeats", type=int, default=5, help="prompts for each side; 0 measures no speeds")
+    parser.add_argument("--in-flight", type=int, default=5, help="prompts of each of four sessions; 0 measures none")
     parser.add_argument("--tokens", type=int, default=48, help="of a self-sized answer")
     parser.add_argument(
         "--plain-tokens", type=int, default=16, help="of a plain answer, whose tokens take equally long"
@@ -73,7 +82,8 @@ def main() -> int:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     try:
-        found = asyncio.run(measure(flags.repeats, flags.tokens, flags.plain_tokens, flags.faults, flags.seed))
+        numbers = flags.repeats, flags.in_flight, flags.tokens, flags.plain_tokens, flags.faults, flags.seed
+        found = asyncio.run(measure(*numbers))
     except BoughError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2
