@@ -18,7 +18,7 @@ from loadtest.common.streams import Stream, stream
 
 logger = logging.getLogger(__name__)
 
-HANG_SECONDS = 120.0  # after which a stream counts as hung
+HANG_SECONDS = 120.0  # without a token, after which a stream counts as hung
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,9 @@ class Streams:
         """Run one turn; None if its session is gone and the whole history must be sent."""
         received = self.running[options.session_id] = Stream(time.monotonic())
         try:
-            async with asyncio.timeout(HANG_SECONDS):
-                await received.take(client, prompt, options)
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(HANG_SECONDS) as limit:
+                await received.take(client, prompt, options, lambda: limit.reschedule(loop.time() + HANG_SECONDS))
             if received.finished is None:
                 self.tally.unclear["ended without a status"] += 1
         except TimeoutError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bough.client import Client
@@ -19,13 +20,16 @@ class Stream:
     rounds: list[tuple[float, Tokens]] = field(default_factory=list)  # with their arrival times
     finished: Finished | None = None
 
-    async def take(self, client: Client, prompt: Prompt, options: GenerateOptions) -> None:
-        """Send the request and read it until it ends. Raises BoughError."""
+    async def take(
+        self, client: Client, prompt: Prompt, options: GenerateOptions, on_tokens: Callable[[], None] = lambda: None
+    ) -> None:
+        """Send the request and read it until it ends; `on_tokens` is called after each round. Raises BoughError."""
         async for event in client.generate(prompt, options):
             if isinstance(event, Tokens):
                 self.rounds.append((time.monotonic(), event))
                 self.token_ids += event.token_ids
                 self.text += event.text
+                on_tokens()
             elif isinstance(event, Finished):
                 self.text += event.text
                 self.finished = event

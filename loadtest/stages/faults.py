@@ -24,7 +24,7 @@ KINDS = ("killed", "stopped", "cut off")
 NUM_STREAMS, NUM_SCRIPTS, MOST_TOKENS = 4, 8, 240
 CALM_SECONDS = (0.5, 3.0)  # before each fault
 DOWN_SECONDS = (0.0, 3.0)  # between a kill and the restart
-FAULT_SECONDS = (3.0, 15.0)  # of other faults: silence of 10 s ends an epoch
+FAULT_SECONDS = ((0.2, 3.0), (10.0, 13.0))  # of other faults, half of each: silence of 10 s ends an epoch
 
 
 async def disturb(num_faults: int, seed: int, head: Host, stage: Host, folder: Path) -> dict[str, Any]:
@@ -44,7 +44,7 @@ async def disturb(num_faults: int, seed: int, head: Host, stage: Host, folder: P
         waits = []
         for number, kind in enumerate(kinds, start=1):
             await asyncio.sleep(rng.uniform(*CALM_SECONDS))
-            seconds = rng.uniform(*(DOWN_SECONDS if kind == "killed" else FAULT_SECONDS))
+            seconds = rng.uniform(*(DOWN_SECONDS if kind == "killed" else rng.choice(FAULT_SECONDS)))
             print(f"{time.strftime('%H:%M:%S')} {number}: {kind}, {seconds:.1f} s", file=sys.stderr, flush=True)
             await _fault(cluster, stage, kind, seconds)
             waits.append(await _seconds_to_a_token(streams))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
 
 from bough.pb import common_pb2, target_pb2
+from bough.protocol.generation import GenerateOptions, RoundTimings, Tokens
+from loadtest.chaos import streams
 from loadtest.chaos.__main__ import KILLS, Plan, Resumes, has_failed, run_chaos
-from loadtest.chaos.streams import Answer, Streams, Tally
+from loadtest.chaos.streams import Answer, Script, Streams, Tally, Turn
 from loadtest.common.streams import Stream
 
 pytestmark = pytest.mark.chaos
@@ -52,6 +57,28 @@ def test_lost_and_repeated_tokens_are_detected() -> None:
         assert (tally.unequal, tally.lost_tokens, tally.repeated_tokens) == (int(not is_equal), lost, repeated)
 
 
+class Silent:
+    """A client whose answers have three rounds, and then neither a token nor an end."""
+
+    async def generate(self, *_: object) -> AsyncIterator[Tokens]:
+        for token in range(3):
+            yield Tokens((token,), (False,), ("a",), (), 1, 0, RoundTimings(0.0))
+        await asyncio.Event().wait()
+
+
+async def test_a_stream_hangs_if_no_token_follows_however_many_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not because it takes long: between many faults there is little time for tokens."""
+    monkeypatch.setattr(streams, "HANG_SECONDS", 0.1)
+    turn = Turn((1,), GenerateOptions(session_id="a"))
+    running = Streams([], [], [])
+    assert not await running._converse(cast(Any, Silent()), "a", Script((turn,), False), [Answer((0, 1, 2, 3), "aaaa")])
+    assert (running.tally.hung, running.tally.tokens, running.tally.unequal) == (1, 3, 0)
+    rounds = Mock()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(Stream(0.0).take(cast(Any, Silent()), cast(Any, None), turn.options, rounds), 0.1)
+    assert rounds.call_count == 3
+
+
 def arrived(*moments: float) -> Stream:
     return Stream(1.0, rounds=[(moment, Mock()) for moment in moments])
 
@@ -64,7 +91,7 @@ def test_the_time_to_resume_runs_from_the_kill_to_the_next_token(monkeypatch: py
         request = target_pb2.VerifyRequest(context=common_pb2.Context(session_id=session))
         resumes.heard(target, request.SerializeToString())
 
-    streams, resumes = Streams([], [], []), Resumes()
+    running, resumes = Streams([], [], []), Resumes()
     for session, target in (("moved", "target-0"), ("stayed", "target-1"), ("gone", "target-0")):
         heard(session, target)
     now[0] = 3.5
@@ -72,9 +99,9 @@ def test_the_time_to_resume_runs_from_the_kill_to_the_next_token(monkeypatch: py
     now[0] = 4.0
     heard("moved", "target-1")
     heard("stayed", "target-1")
-    streams.ended = [
+    running.ended = [
         ("moved", arrived(2.0, 3.0, 3.9, 5.5, 6.0)),
         ("stayed", arrived(2.0, 6.0)),
         ("gone", arrived(2.0)),
     ]
-    assert resumes.seconds(streams) == [2.0]
+    assert resumes.seconds(running) == [2.0]
