@@ -119,12 +119,12 @@ def test_a_stage_of_recurrent_layers_alone_has_no_kv_to_keep_on_the_host(
     folder, dtype = save_model(tmp_path / "model", FAMILIES["qwen3.5, recurrent layers"]), torch.float32
     with streamed(folder, dtype) as whole:
         shape = whole.skeleton.kv_shape()
-        wanted = conversation(whole, KVArena(shape, shape.empty(NUM_ROWS, CPU), most_slots=3), 1)
+        wanted = conversation(whole, KVArena(shape, shape.empty(NUM_ROWS, CPU), most_slots=5), 1)
     config = parse(TargetConfig, "t", ["--model", str(folder), "--dtype", "float32", "--kv-tier", "host"], {})
     held = HeldLayers(config, Checkpoint.open(str(folder)), StageLayers(3, 4, 4))
     monkeypatch.setattr(held_layers, "streams_of", lambda _: InlineStreams())  # as of a GPU
-    with ExitStack() as resources, staged(folder, dtype, [3], NUM_ROWS, 3) as target:
+    with ExitStack() as resources, staged(folder, dtype, [3], NUM_ROWS, 5) as target:
         (stage,) = target.stages
         stage._model._kv = held._make_memory(resources, NUM_ROWS)
         stage.slots = MirroredSlots(held.skeleton.kv_shape(), held.memory)
-        assert all(map(torch.equal, conversation(target.model, target.arena, 1), wanted))
+        assert all(map(torch.equal, conversation(target, target.arena, 1), wanted))
