@@ -29,6 +29,7 @@ class StageStatus:
     memory_bytes: int  # that its layers and their keys and values take, as it has reported last
     wait_ns: int = 0  # waiting for weights
     compute_ns: int = 0
+    queue_ns: int = 0  # waiting for the sweep before it
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class Frame(NamedTuple):
 
     header: bytes  # opaque to the ring; usually some KB
     body: bytes | memoryview  # hidden states; contiguous
+    arrived_ns: int = 0  # time.perf_counter_ns at the member that has received it
 
 
 class Hello(NamedTuple):

@@ -132,7 +132,15 @@ class StagesHead:
         """What each stage holds, and its part of `times`."""
         spent = times.stages or (Timings(),) * len(self.layers)
         return tuple(
-            StageStatus(call.address, own.start, own.stop, call.figures.memory_bytes, each.wait_ns, each.compute_ns)
+            StageStatus(
+                call.address,
+                own.start,
+                own.stop,
+                call.figures.memory_bytes,
+                each.wait_ns,
+                each.compute_ns,
+                each.queue_ns,
+            )
             for call, own, each in zip(self.roster.calls(), self.layers, spent, strict=False)
         )
 
@@ -142,11 +150,12 @@ class StagesHead:
         hop_ns = last.network_ns // (len(last.stages) + 1)
         ended_ns = last.began_ns
         for number, each in enumerate(self.statuses(last), start=1):
-            began_ns = ended_ns + hop_ns
+            began_ns = ended_ns + hop_ns + each.queue_ns
             ended_ns = began_ns + each.wait_ns + each.compute_ns
             attributes = {
                 "bough.stage.first_layer": each.first_layer,
                 "bough.stage.last_layer": each.end_layer - 1,
+                "bough.stage.queue_seconds": each.queue_ns * NANO,
                 "bough.stage.wait_seconds": each.wait_ns * NANO,
                 "bough.stage.compute_seconds": each.compute_ns * NANO,
             }

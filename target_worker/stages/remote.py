@@ -29,7 +29,7 @@ class StageTimes:
     """Where the time of passes through the stages went."""
 
     stages: tuple[Timings, ...] = ()  # in order; empty before the first pass
-    network_ns: int = 0  # in which none of them worked at these: the network, and waiting for other passes
+    network_ns: int = 0  # in which none of them had the pass
     began_ns: int = 0  # of the last pass, by time.perf_counter_ns
 
     def __add__(self, last: StageTimes) -> StageTimes:
@@ -98,7 +98,8 @@ class OtherStages:
             raise
         if taken.full:  # all stages have repeated the changes
             raise AcceleratorFull(f"stage {len(taken.timings) + 1}: {taken.full}")
-        network_ns = time.perf_counter_ns() - sent.began_ns - sum(each.total_ns for each in taken.timings)
+        spent_ns = sum(each.queue_ns + each.total_ns for each in taken.timings)
+        network_ns = frame.arrived_ns - sent.began_ns - spent_ns
         self.last = StageTimes(taken.timings, max(0, network_ns), sent.began_ns)  # other clocks may be faster
         self.total += self.last
         return hidden

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -341,6 +342,7 @@ class Ring:
         frame = assembler.add(message) if isinstance(message, Piece) else None
         if frame is None:
             return
+        frame = frame._replace(arrived_ns=time.perf_counter_ns())
         await self._until(lambda: links.why or len(links.incoming) < MAX_WAITING)
         if not links.why:
             links.incoming.append(frame)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from bough.errors import AcceleratorFull, InvalidRequest
@@ -22,8 +24,10 @@ class Stage:
         self.slots = slots
         self._model, self._most_rows = model, most_rows
 
-    def run(self, header: bytes, body: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
+    def run(self, header: bytes, body: bytes | memoryview, queue_ns: int = 0) -> tuple[bytes, bytes | memoryview]:
         """The header and body for the next member; without memory for the rows, they say so.
+
+        `queue_ns` is the time that the pass has waited here for the one before it.
 
         Raises:
             InvalidRequest: names the field that does not fit what the stage holds.
@@ -38,7 +42,8 @@ class Stage:
         self._require_positions(given)
         batch = Batch([rows.segment(self.slots) for rows in given.rows], self._model.rows, self._model.device)
         try:
-            return pass_to_wire(given.after(batch, *self._model.run_layers(batch, given.padded(batch))))
+            hidden, timings = self._model.run_layers(batch, given.padded(batch))
+            return pass_to_wire(given.after(batch, hidden, replace(timings, queue_ns=queue_ns)))
         except AcceleratorFull as exc:
             return pass_to_wire(given._replace(full=str(exc)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Awaitable
 from concurrent.futures import Future
@@ -110,7 +111,8 @@ class StageWorker:
                 loaded.slots.forget_all()
                 continue
             try:
-                self._ring.send(epoch, Frame(*loaded.run(frame.header, frame.body)))
+                queue_ns = time.perf_counter_ns() - frame.arrived_ns
+                self._ring.send(epoch, Frame(*loaded.run(frame.header, frame.body, queue_ns)))
             except RingLost:
                 continue
             except Exception as exc:  # the thread must survive any error; the head gets it

@@ -263,7 +263,7 @@ def test_decisions_round_trip_over_the_wire() -> None:
 def test_descriptions_round_trip_over_the_wire() -> None:
     info = WorkerInfo(
         "draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 40, 30, 2, 4, ("a", "b"), 3, "0.1", "64 rows", COST,
-        stages=(g.StageStatus("b:1", 5, 9, 2**40, 7, 8),), stage_network_ns=6,
+        stages=(g.StageStatus("b:1", 5, 9, 2**40, 7, 8, 9),), stage_network_ns=6,
     )  # fmt: skip
     assert read(common_pb2.WorkerInfo(**to_fields(info)), WorkerInfo) == info
     server = g.ServerInfo(

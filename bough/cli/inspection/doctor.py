@@ -114,8 +114,8 @@ def _print_worker(worker: WorkerStatus) -> None:
     for number, stage in enumerate(info.stages, start=1):
         say(
             f"              stage {number} at {stage.address}: layers {stage.first_layer} to {stage.end_layer - 1}, "
-            f"{stage.memory_bytes / 1e9:.2f} GB; last sweep: {stage.wait_ns / 1e9:.3f} s waiting for weights, "
-            f"{stage.compute_ns / 1e9:.3f} s computing"
+            f"{stage.memory_bytes / 1e9:.2f} GB; last sweep: {stage.queue_ns / 1e9:.3f} s waiting for the one before, "
+            f"{stage.wait_ns / 1e9:.3f} s for weights, {stage.compute_ns / 1e9:.3f} s computing"
         )
     if info.stages:
         say(f"              between the stages: {info.stage_network_ns / 1e9:.3f} s of the last sweep")

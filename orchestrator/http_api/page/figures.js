@@ -111,7 +111,8 @@ export function showWorkers(workers, isKnown) {
       info.num_sessions, `${bytes(info.kv_used_bytes)} of ${bytes(info.kv_bytes)}`, info.num_passes, address]));
   const stages = workers.flatMap(({ info }) => info.stages.length ? [...info.stages.map((one, i) => [`stage ${i + 1}`,
     `${one.first_layer} to ${one.end_layer - 1}`, bytes(one.memory_bytes),
-    `${seconds(one.wait_ns / 1e9)} waiting for weights, ${seconds(one.compute_ns / 1e9)} computing`, one.address]),
+    `${seconds(one.queue_ns / 1e9)} waiting for the one before, ${seconds(one.wait_ns / 1e9)} for weights, ${seconds(one.compute_ns / 1e9)} computing`,
+    one.address]),
   ["network", "", "", seconds(info.stage_network_ns / 1e9), ""]] : []);
   fill(byId("stages"), stages.length ? ["", "layers", "memory", "last pass", "address"] : [], stages);
   for (const id of ["workers", "stages"]) byId(id).classList.toggle("stale", !isKnown);

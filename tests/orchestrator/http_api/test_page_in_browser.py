@@ -267,15 +267,30 @@ async def test_a_key_is_requested_if_one_is_needed(page: Page) -> None:
 
 
 async def test_the_stages_of_a_target_are_listed(page: Page) -> None:
-    stages = (StageStatus("host:1", 20, 40, 2 * 10**9, 5 * 10**6, 2 * 10**9), StageStatus("host:2", 40, 80, 10**9))
+    stages = (
+        StageStatus("host:1", 20, 40, 2 * 10**9, 5 * 10**6, 2 * 10**9, 10**6),
+        StageStatus("host:2", 40, 80, 10**9),
+    )
     info = WorkerInfo("target", "t", "m", "", "", "", 1, 1, 1, 1, stages=stages, stage_network_ns=3 * 10**6)
     cluster = {"workers": [{"address": "a", "info": asdict(info), "problem": ""}], "index_problem": ""}
     assert await page.texts("#stages td") == []
     await page.value(f"answers['/cluster'] = () => new Response({json.dumps(json.dumps(cluster))}); 0")
     await page.until("document.querySelectorAll('#stages td').length > 0")
     assert await page.texts("#stages td") == [
-        *("stage 1", "20 to 39", "2.00 GB", "5.0 ms waiting for weights, 2.00 s computing", "host:1"),
-        *("stage 2", "40 to 79", "1.00 GB", "0.0 ms waiting for weights, 0.0 ms computing", "host:2"),
+        *(
+            "stage 1",
+            "20 to 39",
+            "2.00 GB",
+            "1.0 ms waiting for the one before, 5.0 ms for weights, 2.00 s computing",
+            "host:1",
+        ),
+        *(
+            "stage 2",
+            "40 to 79",
+            "1.00 GB",
+            "0.0 ms waiting for the one before, 0.0 ms for weights, 0.0 ms computing",
+            "host:2",
+        ),
         *("network", "", "", "3.0 ms", ""),
     ]
 

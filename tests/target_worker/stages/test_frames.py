@@ -10,7 +10,7 @@ from bough.errors import InvalidRequest
 from target_worker.stages import codec
 from target_worker.stages.frames import Assembler, Frame, Heartbeat, Hello, Piece, RingEnd, pieces
 
-FRAMES = st.lists(st.builds(Frame, st.binary(max_size=20), st.binary(max_size=40)), max_size=4)
+FRAMES = st.lists(st.builds(Frame, st.binary(max_size=20), st.binary(max_size=40), st.just(0)), max_size=4)
 
 
 @given(frames=FRAMES, piece_bytes=st.integers(1, 16))

@@ -26,7 +26,7 @@ from target_worker.stages.slots import ChangeKind, SlotLog
 FACTS = StageFacts("0.1", "code", "checkpoint", "tokenizer", "bfloat16", "cpu")
 FIGURES = [StageFigures(memory_bytes=700), StageFigures(memory_bytes=800)]
 BATCH = cast(Any, SimpleNamespace(segments=(), num_tokens=1, num_rows=8))
-SPENT = [Timings(total_ns=3_000_000_000, wait_ns=1_000_000_000, compute_ns=2_000_000_000), Timings()]
+SPENT = [Timings(3_000_000_000, 50, 1_000_000_000, 2_000_000_000), Timings()]
 
 
 class FullRing:
@@ -71,7 +71,7 @@ async def head() -> StagesHead:
 
 
 async def test_stages_are_described_with_their_part_of_the_last_sweep(head: StagesHead) -> None:
-    first = StageStatus("host:1", 2, 5, 700, 1_000_000_000, 2_000_000_000)
+    first = StageStatus("host:1", 2, 5, 700, 1_000_000_000, 2_000_000_000, 50)
     assert head.statuses(head.others.last) == (first, StageStatus("host:2", 5, 9, 800))
     assert head.others.last.network_ns == 0, "stages that say that they took longer leave no time for the network"
 
@@ -80,16 +80,17 @@ async def test_stages_are_spans_of_a_sweep(head: StagesHead) -> None:
     """They lie in the time that the sweep was away from the head, with equal hops between them."""
     head.others.last = replace(head.others.last, network_ns=300, began_ns=5_000)
     whole, first, second = head.spans()
-    assert (whole.name, whole.began_ns, whole.ended_ns) == ("stages", 5_000, 3_000_005_300)
+    assert (whole.name, whole.began_ns, whole.ended_ns) == ("stages", 5_000, 3_000_005_350)
     assert whole.attributes == {"bough.stages.network_seconds": pytest.approx(3e-7)}
-    assert (first.name, first.began_ns, first.ended_ns) == ("stage 1", 5_100, 3_000_005_100)
+    assert (first.name, first.began_ns, first.ended_ns) == ("stage 1", 5_150, 3_000_005_150)
     assert first.attributes == {
         "bough.stage.first_layer": 2,
         "bough.stage.last_layer": 4,
+        "bough.stage.queue_seconds": pytest.approx(5e-8),
         "bough.stage.wait_seconds": 1.0,
         "bough.stage.compute_seconds": 2.0,
     }
-    assert (second.name, second.began_ns, second.ended_ns) == ("stage 2", 3_000_005_200, 3_000_005_200)
+    assert (second.name, second.began_ns, second.ended_ns) == ("stage 2", 3_000_005_250, 3_000_005_250)
 
 
 async def test_stages_are_exported_separately(head: StagesHead) -> None:
