@@ -2,11 +2,11 @@
 
     python -m loadtest.chaos --faults 100
 
-An index, two targets, two drafts and two orchestrators serve a random model of four layers, all behind proxies. While
-streams run, processes are killed and restarted or suspended, the index is emptied, connections are cut, stalled and
-swallowed, and calls are delayed, refused, answered without a reply, and sent twice. Ends with one JSON line. The exit
-status is 1 if a token was lost or repeated, or a stream differed from the undisturbed one, hung, or ended without a
-proper status.
+An index, two targets, two drafts and two orchestrators serve a random model of four layers, all behind proxies; half of
+the second target's layers are at a stage. While streams run, processes are killed and restarted or suspended, the index
+is emptied, connections are cut, stalled and swallowed, and calls are delayed, refused, answered without a reply, and
+sent twice. Ends with one JSON line. The exit status is 1 if a token was lost or repeated, or a stream differed from the
+undisturbed one, hung, or ended without a proper status.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from loadtest.chaos.proxy import CallFault
 from loadtest.chaos.streams import Streams, make_scripts, undisturbed
 from loadtest.common.tiny_model import TINY, save_model
 
-KILLS = ("target", "draft", "orchestrator", "index")
+KILLS = ("target", "stage", "draft", "orchestrator", "index")
 CALL_FAULTS = {f"calls: {fault.value}": fault for fault in CallFault}
 LINK_FAULTS = ("link: reset", "link: fin", "link: stall", "link: swallow")
 FAULTS = (*(f"kill {kind}" for kind in KILLS), "kill target", "flush", "pause", *LINK_FAULTS, *CALL_FAULTS)

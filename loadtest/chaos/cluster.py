@@ -1,7 +1,8 @@
 """A cluster for fault injection: every process is behind proxies, and can be killed and started again.
 
-An index, and two each of targets, drafts and orchestrators. Each is reached through a `LinkProxy`, and workers also
-through a `CallProxy`. Workers advertise their proxy's port, and bough's processes need no change.
+An index, and two each of targets, drafts and orchestrators; the second target has a stage. Each is reached through a
+`LinkProxy`, and workers also through a `CallProxy`. Workers advertise their proxy's port, and bough's processes need no
+change.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,8 +29,9 @@ from bough.processes.exit_with_parent import python
 from bough.processes.launch import INDEX, Cluster, Settings
 from loadtest.chaos.proxy import LOCALHOST, CallProxy, LinkProxy
 
-MODULES = {"target": "target_worker", "draft": "draft_worker", "orchestrator": "orchestrator"}
+MODULES = {"target": "target_worker", "stage": "target_worker", "draft": "draft_worker", "orchestrator": "orchestrator"}
 REPLICAS = 2
+STAGED = "target-1"
 START_SECONDS = 90.0  # limit until a started process is usable
 POLL_SECONDS = 0.1
 RESTART_SECONDS = 0.5  # delay before a process that ended by itself is restarted
@@ -64,7 +66,7 @@ class ChaosCluster:
         return [endpoint.address for name, endpoint in self.endpoints.items() if name.startswith("orchestrator")]
 
     def names(self, kind: str) -> list[str]:
-        """Names of the processes of a kind: "index", "target", "draft" or "orchestrator"."""
+        """Names of the processes of a kind: "index", "target", "stage", "draft" or "orchestrator"."""
         return [name for name in self.endpoints if name.split("-")[0] == kind]
 
     def kill(self, name: str) -> None:
@@ -165,7 +167,8 @@ async def chaos_cluster(
     `on_verify` hears of every call of a target's Verify: the target's name, the request.
     """
     configs: dict[str, Sequence[ServiceConfig]] = {
-        "target": [target] * REPLICAS,
+        "target": [target, replace(target, stages=2)],
+        "stage": [target],
         "draft": [draft] * REPLICAS,
         "orchestrator": orchestrators,
     }
@@ -182,7 +185,7 @@ async def chaos_cluster(
             for number, config in enumerate(replicas):
                 name = f"{kind}-{number}"
                 endpoints[name] = await _open_endpoint(stack, name, rng, on_verify)
-                cluster.start(name, _command(kind, config, endpoints[name], endpoints[INDEX].address))
+                cluster.start(name, _command(config, endpoints, name))
         running = ChaosCluster(cluster, endpoints, cluster.index_url)
         watch = asyncio.create_task(running.watched())
         stack.callback(watch.cancel)
@@ -205,12 +208,10 @@ async def _open_endpoint(
     return Endpoint(port, link, calls)
 
 
-def _command(kind: str, config: ServiceConfig, endpoint: Endpoint, index: str) -> Sequence[str]:
-    flags = to_flags(config)
-    for name, value in (
-        ("port", endpoint.port),
-        ("advertise-port", endpoint.link.port),
-        ("index-url", f"redis://{index}"),
-    ):
-        flags[flags.index(f"--{name}") + 1] = str(value)
-    return python(MODULES[kind], *flags)
+def _command(config: ServiceConfig, endpoints: Mapping[str, Endpoint], name: str) -> Sequence[str]:
+    own, kind = endpoints[name], name.split("-")[0]
+    config = replace(
+        config, port=own.port, advertise_port=own.link.port, index_url=f"redis://{endpoints[INDEX].address}"
+    )
+    stage_of = ("--stage-of", endpoints[STAGED].address) if kind == "stage" else ()
+    return python(MODULES[kind], *to_flags(config), *stage_of)

@@ -18,7 +18,10 @@ from typing import Any
 
 import grpc
 
+from bough.rpc.services import STAGES
+
 CHUNK_BYTES = 65536
+PASS = f"/{STAGES.full_name}/Pass"
 LOCALHOST = "127.0.0.1"
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST instead of FIN
 _CHANNEL_OPTIONS = [
@@ -136,7 +139,10 @@ class CallFault(Enum):
 
 
 class CallProxy(grpc.GenericRpcHandler):
-    """Passes calls with one request, and one reply or a stream, on to `upstream`, a port of this machine."""
+    """Passes calls with one request, and one reply or a stream, on to `upstream`, a port of this machine.
+
+    The stream of requests between stages is passed on, too, without faults of its own.
+    """
 
     def __init__(
         self, upstream: int, rng: random.Random, on_call: Callable[[str, bytes], None] = lambda *_: None
@@ -177,6 +183,8 @@ class CallProxy(grpc.GenericRpcHandler):
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         """The handler of any method: bytes in, bytes out."""
         method = str(details.method)
+        if method == PASS:
+            return grpc.stream_stream_rpc_method_handler(self._pass_on)
 
         async def forward(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> AsyncIterator[bytes]:
             self._on_call(method, request)
@@ -184,9 +192,23 @@ class CallProxy(grpc.GenericRpcHandler):
                 async for reply in self._forward(method, request, context):
                     yield reply
             except grpc.aio.AioRpcError as exc:
-                await context.abort(exc.code(), exc.details() or "", _passed_on(exc.trailing_metadata()))
+                await _fail(context, exc)
 
         return grpc.unary_stream_rpc_method_handler(forward)
+
+    async def _pass_on(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> AsyncIterator[bytes]:
+        assert self._channel is not None, "it is running"
+        multi: Any = self._channel.stream_stream(PASS)
+        call = multi(requests, metadata=_passed_on(context.invocation_metadata() or ()))
+        try:
+            async for reply in call:
+                yield reply
+        except grpc.aio.AioRpcError as exc:
+            await _fail(context, exc)
+        finally:
+            call.cancel()
 
     async def _forward(
         self, method: str, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
@@ -219,6 +241,11 @@ class CallProxy(grpc.GenericRpcHandler):
         call: Any = self._channel.unary_stream(method)  # without serializers it takes bytes, whatever its types say
         metadata = _passed_on(context.invocation_metadata() or ())
         return call(request, timeout=context.time_remaining(), metadata=metadata)
+
+
+async def _fail(context: grpc.aio.ServicerContext[bytes, bytes], exc: grpc.aio.AioRpcError) -> None:
+    """End a call as the one behind it has ended."""
+    await context.abort(exc.code(), exc.details() or "", _passed_on(exc.trailing_metadata()))
 
 
 async def _outcome(call: Any) -> None:
