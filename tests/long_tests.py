@@ -19,7 +19,10 @@ COVERS = {  # what each folder's long tests may fail for, besides its own code
     "tests/clients": ("bough/grammar", "bough/tokenization", "orchestrator"),
     "tests/draft_worker": ("draft_worker",),
     "tests/gpu": ("draft_worker", "target_worker"),
-    "tests/loadtest": ("bough/simulation", "draft_worker", "loadtest", "orchestrator", "simulator", "target_worker"),
+    "tests/loadtest": (
+        *("bough/client", "bough/registry", "bough/simulation", "draft_worker", "loadtest", "orchestrator"),
+        *("simulator", "target_worker"),
+    ),
     "tests/model": ("bough/sizing", "loadtest/common"),
     "tests/orchestrator": ("orchestrator",),
     "tests/pipeline": ("bough/grammar", "bough/processes", "draft_worker", "orchestrator", "target_worker"),

@@ -3,7 +3,7 @@
 All services run in this process, so that one count sees the tasks, threads and file descriptors of all. Everything is
 the real thing, gRPC and index included, but for two savings: the model has one layer of sixteen channels, and outputs
 are short. What a leak would be made of does not depend on either. A session takes 9 ms of one core or more, so the
-suite opens 400, of each kind 40 or more, as one that leaks is enough; BOUGH_LEAK_SESSIONS=10000 opens more.
+suite opens 240, of each kind 24 or more, as one that leaks is enough; BOUGH_LEAK_SESSIONS=10000 opens more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from orchestrator.cluster.tokenizer_threads import NUM_THREADS
 from tests.fakes.abandoner import Abandoner, Holdings
 from tests.fakes.stack import Stack, stack
 
-NUM_SESSIONS = int(os.environ.get("BOUGH_LEAK_SESSIONS", "400"))
+NUM_SESSIONS = int(os.environ.get("BOUGH_LEAK_SESSIONS", "240"))
 SETTLE_SECONDS = 30.0
 
 

@@ -43,7 +43,7 @@ class Load(NamedTuple):
         return self.counts.get(way, self.num_prompts)
 
 
-FEW = Load(1, 20, {"none": 2, "16": 2}, {"64": 12, "256": 6})
+FEW = Load(1, 14, {"none": 2, "16": 2}, {"64": 8, "256": 5})
 MANY = Load(3, 32, {"1": 2, "64": 2, "256": 1}, {"256": 20})
 if os.environ.get("BOUGH_ALL_PROMPTS"):
     MANY = Load(12, 64, {}, {})  # minutes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.processes.launch import Cluster, Settings
+from bough.processes.launch import Cluster
 from bough.processes.process import new_worker_id
 from bough.registry.records import WorkerRecord
 from tests.conftest import settings
@@ -17,9 +17,8 @@ SAYS_ITS_NAME = "from bough.processes.process import new_worker_id; print(new_wo
 
 
 @pytest.fixture
-def cluster(tiny: Path, tmp_path: Path) -> Cluster:
-    config: Settings = settings(tiny, None)
-    return Cluster(config, tmp_path)
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(settings(tmp_path, None), tmp_path)
 
 
 def test_a_child_is_recognised_by_its_name_and_a_stranger_with_its_number_is_not(cluster: Cluster) -> None:

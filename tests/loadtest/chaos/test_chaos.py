@@ -25,6 +25,7 @@ pytestmark = pytest.mark.chaos
 SHORT = Plan(num_faults=12, num_streams=4, num_scripts=6, max_length=150, seconds_between=0.3, seed=158)
 
 
+@pytest.mark.long
 async def test_no_fault_loses_a_token(tiny: Path) -> None:
     figures = await run_chaos(SHORT, tiny)
     assert not has_failed(figures), json.dumps(figures)

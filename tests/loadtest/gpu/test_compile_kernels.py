@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
 
 import pytest
 
@@ -44,40 +44,23 @@ RUNS = (
 )
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The last two lines of each run, its figures and its status; then the registers that one kernel was said to have.
+def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+    """Those of every family for the RTX 40 series and the L40; recurrence, unpacking, and attention that once spilled
+    for the oldest and the newest. Others: `python -m loadtest.gpu.compile_kernels`.
 
-    Kernels that have not changed come from Triton's cache, like those that numba compiles from its own.
+    Kernels that have not changed come from Triton's cache. One is compiled again if what the compiler reported was not
+    cached, as after a run on a GPU. All is one test, as the process that compiles takes ten seconds to start.
     """
-    environ = {**os.environ, "EMPTY": str(tmp_path_factory.mktemp("cache"))}
     command = [sys.executable, "-c", COMPILE, json.dumps(RUNS)]
+    environ = {**os.environ, "EMPTY": str(tmp_path)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if not line.startswith("Compiled(")]
-
-
-def compiled(told: list[Any], run: int) -> dict[tuple[str, int], dict[str, Any]]:
-    """What is said of each kernel of a run, for each capability."""
-    figures, status = told[2 * run : 2 * run + 2]
-    assert status == 0, figures
-    return {(row["name"], row["capability"]): row for row in figures["kernels"]}
-
-
-def test_every_family_s_kernels_compile_for_consumer_gpus(told: list[Any]) -> None:
-    """On the RTX 40 series and the L40, where most of them once spilled."""
-    found = compiled(told, 0)
-    assert len(found) == 24 + 12 + 12 + 1
-    assert all(row["registers"] <= 168 for (name, _), row in found.items() if "attention" not in name), "three blocks"
-
-
-def test_kernels_compile_for_the_oldest_and_the_newest(told: list[Any]) -> None:
-    """Recurrence, unpacking, and attention that once spilled; others: `python -m loadtest.gpu.compile_kernels`."""
-    assert len(compiled(told, 1)) == 2 * (1 + 3 + 8)
-
-
-def test_a_cached_kernel_is_reported_like_a_compiled_one(told: list[Any]) -> None:
-    """It is compiled again if what the compiler reported was not cached, as after a run on a GPU."""
-    anew, from_the_cache, without_a_log = told[-1]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if not line.startswith("Compiled(")]
+    consumer, status, oldest_and_newest, other_status, (anew, from_the_cache, without_a_log) = lines
+    assert (status, other_status) == (0, 0), lines
+    assert len(consumer["kernels"]) == 24 + 12 + 12 + 1
+    for row in consumer["kernels"]:
+        assert row["registers"] <= 168 or "attention" in row["name"], "three blocks"
+    assert len(oldest_and_newest["kernels"]) == 2 * (1 + 3 + 8)
     assert from_the_cache == 7
     assert anew == without_a_log != 7
