@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -222,6 +223,28 @@ async def test_a_stage_gets_its_heads_address_and_no_index(monkeypatch: pytest.M
     assert command[command.index("--stage-of") + 1] == "10.0.0.1:7421"
     assert "BOUGH_TARGET_INDEX_URL" not in variables
     await stage.stop()
+
+
+async def test_a_stage_that_is_not_serving_any_more_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no call that a supervisor could make but its health check."""
+    answers, program = [True], Mock()
+    program.has_ended.return_value = False
+
+    async def is_serving(*_: object) -> bool:
+        return answers[-1]
+
+    monkeypatch.setattr(supervisor_module, "is_serving", is_serving)
+    monkeypatch.setattr(supervisor_module, "open_program", lambda *_: program)
+    settings = read_program(Role.STAGE, {"program": {"model": "m"}, "silent_seconds": 2.0})
+    stage = Supervisor(settings, HOST, HeadPlace("10.0.0.1:7421"))
+    await stage.start()
+    await stage.check()
+    answers.append(False)
+    await stage.check()
+    assert not program.process.kill.called, "it may answer again"
+    with pytest.raises(Unavailable, match=r"target_worker at .* has not answered for .*; its process was killed"):
+        await checked_until_it_fails(stage)
+    program.process.kill.assert_called_once()
 
 
 async def test_a_log_is_stored_in_a_readable_folder(

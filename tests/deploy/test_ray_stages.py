@@ -60,7 +60,7 @@ def config(model: Path, port: int) -> dict[str, Any]:
 async def test_a_staged_target_has_the_tokens_of_one_process_also_after_its_programs_were_killed(
     dashboard: RayDashboard, tiny: Path, tiny_cluster: Processes
 ) -> None:
-    """The head is found by its stage, and again after each of them was killed."""
+    """The head is found by its stage, and again after each of them was killed; its new program keeps the stage's."""
     async with Client(tiny_cluster.address) as client:
         wanted = [(await read(client, options)).token_ids for options in STREAMS]
     deployed = config(tiny, port := free_port(HOST))
@@ -72,9 +72,11 @@ async def test_a_staged_target_has_the_tokens_of_one_process_also_after_its_prog
         assert stage.address.startswith(HOST)
         for name in ("Stage", "Target"):
             assert [(await read(client, options)).token_ids for options in STREAMS] == wanted
+            before = await asyncio.to_thread(programs_of, dashboard, "Stage")
             (program,) = await asyncio.to_thread(programs_of, dashboard, name)
             os.kill(program, signal.SIGKILL)
         assert [(await read(client, options)).token_ids for options in STREAMS] == wanted
+        assert await asyncio.to_thread(programs_of, dashboard, "Stage") == before
 
 
 async def target_of(client: Client) -> WorkerInfo:
