@@ -124,7 +124,7 @@ class TargetWorker(ServedTarget):
             self.held.model.arithmetic,
             self.held.devices_in_words()
             + ("" if stages is None else stages.devices_in_words(described(self.held.device))),
-            libraries(),
+            libraries(self.held.device),
             f"code {code_hash(self.held.backend)}",
         )
         return self._info(

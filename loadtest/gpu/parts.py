@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from bough.model.kv.session_kv import KVArena, KVSlot
 from bough.model.loading.loading import build_skeleton
 from bough.model.quant.format import Dequantized
 from bough.model.quant.formats import SAMPLES
-from bough.model.running.device import working_on
+from bough.model.running.device import gpu_libraries, working_on
 from bough.model.running.runner import ResidentModel
 from bough.model.sizes.memory_budget import free_device_bytes
 from bough.runtime.machine import free_memory, usable_cpus
@@ -55,7 +54,7 @@ def machine_of(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"torch": torch.__version__, "cpus": usable_cpus(), "free_host_gb": free_memory() // 10**9}
     if device.type != "cpu":
         found |= {
-            "triton": importlib.metadata.version("triton"),
+            "libraries": gpu_libraries(),
             "capability": "{}.{}".format(*torch.cuda.get_device_capability(device)),
             "free_device_gb": free_device_bytes(device) // 10**9,
         }

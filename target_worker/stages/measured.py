@@ -12,6 +12,7 @@ import torch
 from bough import __version__
 from bough.config.processes import TargetConfig
 from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.running.device import gpu_libraries
 from bough.model.running.host_embeddings import host_bytes
 from bough.model.sizes.hardware_probe import disk_speed, host_link_speed, memory_speed
 from bough.model.sizes.memory_budget import (
@@ -37,13 +38,14 @@ def facts_of(whole: HeldLayers, checkpoint_fingerprint: str, tokenizer_fingerpri
         checkpoint=checkpoint_fingerprint,
         tokenizer=tokenizer_fingerprint,
         dtype=whole.config.dtype,
-        arithmetic=f"backend {whole.backend.name}, {libraries()}",
+        arithmetic=f"backend {whole.backend.name}, {libraries(whole.device)}",
     )
 
 
-def libraries() -> str:
-    """Versions of libraries that decide bits, or which tokens a grammar allows."""
-    return f"torch {torch.__version__}, numba {numba.__version__}, llguidance {version('llguidance')}"
+def libraries(device: torch.device) -> str:
+    """Versions of libraries that decide bits on a device, or which tokens a grammar allows."""
+    found = f"torch {torch.__version__}, numba {numba.__version__}, llguidance {version('llguidance')}"
+    return found if device.type == "cpu" else f"{found}, {gpu_libraries()}"
 
 
 def room_of(whole: HeldLayers, checkpoint: Checkpoint, name: str) -> StageRoom:

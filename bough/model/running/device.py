@@ -1,9 +1,11 @@
-"""Selects the device of a worker."""
+"""Selects the device of a worker, and names what decides its bits."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -49,3 +51,24 @@ def await_all(device: torch.device) -> None:
     """Wait until all work queued on a device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def gpu_libraries() -> str:
+    """Versions of Triton, CUDA and cuBLAS, which decide the bits of a GPU's results."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:  # the reference backend does without
+        triton = "none"
+    return f"triton {triton}, CUDA {torch.version.cuda}, cuBLAS {_cublas_version()}"
+
+
+def _cublas_version() -> str:
+    """Version of the cuBLAS that torch has loaded, whose name has the major version of torch's CUDA."""
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")
+    except OSError:  # linked otherwise, or another vendor's
+        return "unknown"
+    levels = [ctypes.c_int() for _ in range(3)]  # major, minor and patch
+    for number, level in enumerate(levels):
+        library.cublasGetProperty(number, ctypes.byref(level))
+    return ".".join(str(level.value) for level in levels)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from bough.sizing.stage_split import StageRoom
 from loadtest.common.tiny_model import save_model
 from target_worker.stages import stage_worker
 from target_worker.stages.head import StagesHead
-from target_worker.stages.measured import Needs
+from target_worker.stages.measured import Needs, libraries
 from target_worker.stages.ring import Ring
 from target_worker.stages.roster import Assignment, JoinCall, StageFacts, StageFigures
 from target_worker.sweep.held_layers import HeldLayers
@@ -97,3 +99,22 @@ async def test_a_stage_says_what_it_has_loaded(tiny: Path, monkeypatch: pytest.M
     assert figures.memory_bytes > 0
     device = "a GPU, layers [1] on another"
     assert replace(figures, memory_bytes=0) == StageFigures(2, 4, device=device, num_rows=700, max_context=300)
+
+
+def test_targets_with_other_libraries_of_a_gpu_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiled the same kernel differently from version to version; pip ties it to torch, others do not."""
+
+    class Cublas:
+        def __init__(self, name: str) -> None:
+            assert name == "libcublas.so.13"
+
+        def cublasGetProperty(self, number: int, level: Any) -> int:
+            level._obj.value = (13, 1, 7)[number]
+            return 0
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("bough.model.running.device.version", lambda name: {"triton": "3.6.0"}[name])
+    gpu = torch.device("cuda", 0)
+    assert libraries(gpu).endswith(", triton 3.6.0, CUDA 13.0, cuBLAS unknown"), "there is none here"
+    monkeypatch.setattr(ctypes, "CDLL", Cublas)
+    assert libraries(gpu) == f"{libraries(torch.device('cpu'))}, triton 3.6.0, CUDA 13.0, cuBLAS 13.1.7"
