@@ -15,6 +15,8 @@ import torch
 from bough.runtime.host_memory import large_pages, node_of, populate, prefer_node
 from bough.sizing.placement import gigabytes
 
+PIECE_BYTES = 32 << 20  # some 1 ms of a link, for which copies of other streams wait
+
 logger = logging.getLogger(__name__)
 
 
@@ -115,7 +117,7 @@ class DeviceStreams(Protocol):
         """Allocate (num_bytes,) uint8 on the device."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
-        """Queue a copy between host and device that begins once `after` is reached."""
+        """Queue a copy of contiguous memory between host and device that begins once `after` is reached."""
 
     def compute_after(self, event: DeviceEvent) -> None:
         """Make computation queued from now on wait for `event`."""
@@ -153,7 +155,9 @@ class CudaStreams:
             if after is not None:
                 self._copying.wait_event(cast(torch.cuda.Event, after))
             begun.record(self._copying)
-            target.copy_(source, non_blocking=True)
+            pieces = (torch.split(whole.view(-1), PIECE_BYTES // whole.itemsize) for whole in (source, target))
+            for source_piece, target_piece in zip(*pieces, strict=True):
+                target_piece.copy_(source_piece, non_blocking=True)
             done.record(self._copying)
         return Copy(begun, done)
 

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.session_kv import KVArena, KVShape, KVSlot
@@ -19,6 +22,7 @@ from bough.runtime.host_memory import in_pieces, large_pages, node_of, populate,
 from bough.trees.tree import Tree
 from loadtest.common.inline_streams import InlineStreams
 from target_worker.kv.kv_offload import memory_on_host
+from target_worker.link import streams
 from target_worker.link.streams import CudaStreams, PinnedMemory
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.fakes.models import new_slot, streamed
@@ -222,3 +226,29 @@ def test_kv_on_the_host_is_in_pieces_of_whole_layers_near_their_device(
 def swept(model: StreamedModel, slot: KVSlot) -> torch.Tensor:
     batch = Batch([Segment.tree(slot, 0, Tree.root(3))], model.rows, model.device)
     return model.sweep(batch)[0].clone()
+
+
+def test_a_copy_is_queued_in_pieces(cudart_of: Callable[..., Cudart], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of KV have a stream of their own but the same engine: they waited for a whole layer, up to 68 ms."""
+    cudart_of()
+    for name in ("Stream", "Event", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(streams, "PIECE_BYTES", 64)
+    source, sizes = torch.arange(300, dtype=torch.int16).view(3, 100), []
+    with Sizes(sizes):
+        CudaStreams(GPU).copy(source, target := torch.empty_like(source), None)
+    assert sizes == [64] * 9 + [24]
+    assert torch.equal(target, source)
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the bytes of every copy."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self._sizes = sizes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.copy_:
+            self._sizes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
