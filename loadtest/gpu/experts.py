@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.session_kv import KVSlot
-from bough.model.loading.default_settings import CPU_ROWS
 from bough.model.loading.loading import build_skeleton
 from bough.sizing.placement import Budgets, Fixed, place, place_with_expert_cache
 from bough.trees.tree import Tree
@@ -46,14 +45,14 @@ class _Swept(NamedTuple):
 
 
 def experts(
-    device: torch.device, mixture: Mixture, folder: Path, new_streams: Callable[[torch.device], DeviceStreams]
+    device: torch.device, rows: int, mixture: Mixture, folder: Path, new_streams: Callable[..., DeviceStreams]
 ) -> dict[str, Any]:
     """Sweep the same trees both ways and compare logits bit for bit.
 
     A third of the model stays on the device, or two layers if that is more.
     """
     save_mixture(folder, *mixture, 1)
-    whole, chosen = (_swept(folder, device, new_streams(device), is_apart) for is_apart in (False, True))
+    whole, chosen = (_swept(folder, device, rows, new_streams(device), is_apart) for is_apart in (False, True))
     pairs = zip(whole.logits, chosen.logits, strict=True)
     return {
         "tokens": TREES,
@@ -64,7 +63,7 @@ def experts(
     }
 
 
-def _swept(folder: Path, device: torch.device, streams: DeviceStreams, is_apart: bool) -> _Swept:
+def _swept(folder: Path, device: torch.device, rows: int, streams: DeviceStreams, is_apart: bool) -> _Swept:
     skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
     layers: list[LayerExtents] = planned(skeleton)
     apart: dict[int, LayerExperts] = {}
@@ -77,7 +76,7 @@ def _swept(folder: Path, device: torch.device, streams: DeviceStreams, is_apart:
         layers = list(rest)
     repeats = REPEATS if device.type != "cpu" else 1  # whose times mean nothing
     with Tiers(layers, placement, LINK_THREADS, streams, apart) as tiers:
-        model = StreamedModel(skeleton, tiers, CPU_ROWS, device)
+        model = StreamedModel(skeleton, tiers, rows, device)
         first = [_sweep(model, size, seed=0)[0] for size in TREES]
         again = [[_sweep(model, size, seed) for seed in range(1, repeats + 1)] for size in TREES]
     return _Swept(

@@ -201,7 +201,7 @@ WORK: dict[Part, Callable[[Bench], Any]] = {
     Part("copying", 45): _copying,
     Part("contexts", 45): lambda bench: gpu_parts.contexts(bench.device, *bench.sizes.contexts),
     Part("experts", 60): lambda bench: experts(
-        bench.device, bench.sizes.mixture, bench.folder / "mixture", new_streams
+        bench.device, bench.machine.rows, bench.sizes.mixture, bench.folder / "mixture", new_streams
     ),
     Part("second_gpu", 60): _second_gpu,
     Part("pipeline", 160): lambda bench: pipeline(bench.device),

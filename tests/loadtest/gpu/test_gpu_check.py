@@ -15,6 +15,9 @@ import torch
 
 from bough.model.quant.formats import FORMATS, SAMPLES
 from loadtest.gpu import __main__ as gpu_check
+from loadtest.gpu import work
+from loadtest.gpu.random_models import Machine
+from loadtest.gpu.sizes import MINIATURE
 from loadtest.gpu.work import pipeline
 
 
@@ -104,6 +107,14 @@ def test_a_demonstration_that_cannot_run_reports_why(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
     found = pipeline(torch.device("cpu"))
     assert (found["is_same"], found["error"]) == (False, ended.stderr)
+
+
+def test_experts_are_compared_in_the_products_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They had the rows of a CPU's products, with other bits and times than a target has."""
+    monkeypatch.setattr(Machine, "rows", 256)
+    monkeypatch.setattr(work, "experts", lambda _, rows, *__: rows)
+    acts = {part.name: act for part, act in work.WORK.items()}
+    assert acts["experts"](work.Bench(torch.device("cpu"), MINIATURE, tmp_path, 1, 0, 0)) == 256
 
 
 @pytest.mark.long
