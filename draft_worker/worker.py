@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 
 import torch
@@ -18,11 +20,13 @@ from bough.model.kv.session_kv import KVArena
 from bough.model.kv.state_shape import GROWN_ROWS
 from bough.model.loading.loading import Skeleton
 from bough.model.running.device import choose_device
+from bough.model.running.runner import CaptureFailed
 from bough.model.sizes.memory_budget import free_device_bytes
 from bough.model.threads import compute_with, on_a_passing_thread
 from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.process import stage
 from bough.protocol.generation import WorkerInfo
+from bough.runtime.exit_status import start_again
 from bough.runtime.host_memory import large_pages
 from bough.runtime.kv_budget import LEAST_CONTEXT, context_within, kv_budget, num_states
 from bough.trees.tree_plan import MAX_EXPANSIONS
@@ -34,6 +38,10 @@ from draft_worker.engine.session_pool import SessionPool
 from draft_worker.model.model_draft import ModelDraft, warm_up_choosing
 from draft_worker.model.sources import draft_skeleton, is_int8, with_weights
 from draft_worker.service import ServedDraft
+
+WITHOUT_GRAPHS = "BOUGH_WITHOUT_GRAPHS"  # a variable of a process that was started again
+
+logger = logging.getLogger(__name__)
 
 
 def compile_draft(skeleton: Skeleton, dtype: str, bits: str, device: torch.device) -> bool:
@@ -150,7 +158,11 @@ class DraftWorker(ServedDraft):
         memory = shape.within(large_pages(num_bytes), num_rows) if is_cpu else shape.empty(num_rows, device)
         stage("warming up")
         with named_faults(device):
-            self._model.warm_up(memory)
+            try:
+                self._model.warm_up(memory, is_captured=WITHOUT_GRAPHS not in os.environ)
+            except CaptureFailed as exc:
+                logger.warning("starting again without CUDA graphs: %s", exc)
+                start_again(WITHOUT_GRAPHS)
             warm_up_choosing(skeleton.vocab_size, device)
         arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows, most_slots=num_slots)
         return SessionPool(arena, window, self._ahead_steps * MAX_ROWS, shape.growing_bytes)

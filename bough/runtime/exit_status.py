@@ -1,4 +1,4 @@
-"""Exit statuses of all commands and processes, and the end of a process after a fatal error."""
+"""Exit statuses of all commands and processes, and what a process does after a fatal error."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+from typing import NoReturn
 
 from bough.errors import BoughError, ConfigError, InvalidRequest, NotFound, PairingError, Unauthenticated
 
@@ -45,3 +46,11 @@ def exit_soon(error: Exception) -> None:
     timer = threading.Timer(LAST_SECONDS, end)
     timer.daemon = True
     timer.start()
+
+
+def start_again(variable: str) -> NoReturn:
+    """Replace this process, without cleanup, by a new one with the same id and command and with `variable` set.
+
+    Memory on a device is released, as the driver closes its files then.
+    """
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, variable: "1"})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 
 from bough.errors import ConfigError, NotFound
+from bough.model.kv.session_kv import KVMemory
+from bough.model.running.runner import CaptureFailed, ResidentModel
 from bough.protocol.ids import ScopedId
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
@@ -118,3 +122,30 @@ def test_draft_ahead_is_reported_and_changes_no_tree(tiny: Path) -> None:
         assert ahead.info().notes[0].endswith(" of 6 trees reused its expansions")
         assert cold.info().notes[:-1] == ahead.info().notes[1:-1]  # the last is where metrics are served
         assert cold.info().notes[0].startswith("guesses at temperature 0 are judged by the draft's probabilities to ")
+
+
+def test_a_draft_whose_capture_fails_starts_again_without_graphs(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the same command, in the same process for whoever supervises it."""
+
+    class Replaced(BaseException):
+        pass
+
+    def captured(self: ResidentModel, memory: KVMemory, is_captured: bool) -> None:
+        if is_captured:
+            raise CaptureFailed("no CUDA graph could be captured on cuda:0: it fails")
+
+    def execve(program: str, command: list[str], environment: dict[str, str]) -> None:
+        assert (program, command) == (sys.executable, [sys.executable, "-m", "draft_worker", "--model", "m"])
+        monkeypatch.setattr(os, "environ", environment)
+        raise Replaced
+
+    monkeypatch.setattr(ResidentModel, "warm_up", captured)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "draft_worker", "--model", "m"])
+    monkeypatch.setattr(os, "execve", execve)
+    with pytest.raises(Replaced), worker(tiny):
+        pass
+    assert "starting again without CUDA graphs: no CUDA graph could be captured on cuda:0: it fails" in caplog.text
+    with worker(tiny) as draft:
+        assert draft.info().max_sessions > 0

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bough.errors import Unavailable
 from bough.model.architecture.moe import has_own_products
 from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Chunk, Segment
@@ -25,6 +26,10 @@ ROWS = (1, 8, 16, 32, 64, 128)  # of captured steps; others are padded to the ne
 TAIL_WIDTH = 32  # limit of levels of a tree above the committed tokens
 NUM_COLUMNS = 6  # inputs of a row without its tail and tile; at most one tile per row
 NUM_WARM_UPS = 2  # runs before a capture, to keep one-time work out of it
+
+
+class CaptureFailed(Unavailable):
+    """A capture failed, after which torch before 2.12 believes that it continues: this process cannot use the GPU."""
 
 
 class Captured(NamedTuple):
@@ -150,8 +155,8 @@ class GpuCapture:
 def graphed_steps(skeleton: Skeleton, memory: KVMemory, device: torch.device, capture: Capture) -> GraphedSteps | None:
     """Capture a model's steps; None, with a warning, if that is not possible.
 
-    Not tried for mixtures: the host waits for each router, and after a failed capture torch's allocator may behave as
-    if it continued. Nor for hybrid models, whose recurrent layers take as many steps as paths have nodes.
+    Not tried for mixtures: the host waits for each router. Nor for hybrid models, whose recurrent layers take as many
+    steps as paths have nodes. Raises CaptureFailed.
     """
     if skeleton.kv_shape().states is not None:
         logger.info("draft steps are launched kernel by kernel: recurrent layers take other steps with every tree")
@@ -163,6 +168,8 @@ def graphed_steps(skeleton: Skeleton, memory: KVMemory, device: torch.device, ca
         with working_on(device), torch.inference_mode():
             return GraphedSteps(skeleton, memory, device, capture)
     except RuntimeError as exc:
+        if torch.__version__ < "2.12":  # compares versions
+            raise CaptureFailed(f"no CUDA graph could be captured on {device}: {exc}") from exc
         logger.warning("draft steps are launched kernel by kernel: no CUDA graph could be captured (%s)", exc)
         return None
 
@@ -190,16 +197,17 @@ class ResidentModel:
             with working_on(device):
                 bind_all(skeleton, device, stays_packed)
 
-    def warm_up(self, memory: KVMemory, capture: Capture | None = None) -> None:
+    def warm_up(self, memory: KVMemory, capture: Capture | None = None, is_captured: bool = True) -> None:
         """Run one token in the first row of a memory, which compiles kernels (seconds).
 
-        Steps over this memory are then captured, by default as CUDA graphs if the backend allows it.
+        Steps over this memory are then captured if they are to be, by default as CUDA graphs if the backend allows it.
+        Raises CaptureFailed.
         """
         slot = KVSlot(self.skeleton.kv_shape(), 0, self.device)
         slot.place(memory, 0, 1)
         self.logits(Batch([Segment.tree(slot, 0, Tree.root(0))], None, self.device))
         capture = capture or (GpuCapture() if self._backend.captures_steps else None)
-        if capture is not None:
+        if capture is not None and is_captured:
             self._steps = graphed_steps(self.skeleton, memory, self.device, capture)
 
     def describe(self) -> str:

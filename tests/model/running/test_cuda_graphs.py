@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from bough.model.architecture import architecture
 from bough.model.backend import load
@@ -21,6 +22,7 @@ from bough.model.running.runner import (
     ROWS,
     TAIL_WIDTH,
     Captured,
+    CaptureFailed,
     GpuCapture,
     GraphedSteps,
     ResidentModel,
@@ -138,3 +140,14 @@ def test_steps_run_without_graphs_if_capture_is_impossible(
     """Here for want of CUDA."""
     assert graphed_steps(model.skeleton, memory_of(model), CPU, GpuCapture()) is None
     assert "no CUDA graph could be captured" in caplog.text
+
+
+def test_no_step_runs_after_a_failed_capture_of_an_old_torch(
+    model: ResidentModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its allocator believes that the capture continues, and fails later, far from the cause."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1+cu130"))
+    with pytest.raises(CaptureFailed, match=r"^no CUDA graph could be captured on cpu: "):
+        model.warm_up(memory_of(model), GpuCapture())
+    model.warm_up(memory_of(model), GpuCapture(), is_captured=False)
+    assert not model.is_graphed
