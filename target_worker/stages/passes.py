@@ -12,6 +12,7 @@ from bough.errors import InvalidRequest
 from bough.model.batch.batch import Batch
 from bough.model.kv.slot import Segment
 from bough.model.loading.loading import DTYPES
+from bough.model.running.device import on_host
 from bough.protocol.messages import Timings
 from bough.trees.tree import IntArray, Tree
 from target_worker.stages.slots import LoggedSlot, MirroredSlots, SlotChange
@@ -89,7 +90,7 @@ class StagePass(NamedTuple):
 
 
 def _on_host(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return hidden[0, : batch.num_tokens].contiguous().cpu()
+    return on_host(hidden[0, : batch.num_tokens].contiguous())
 
 
 def body_of(hidden: torch.Tensor) -> memoryview:

@@ -12,6 +12,7 @@ import torch
 from bough.errors import InvalidRequest
 from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.faults import named_faults
+from bough.model.running.device import on_host
 from bough.model.sampling.sampler import (
     Row,
     TokenCounts,
@@ -42,7 +43,7 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     The result takes a few kilobytes, the logits hundreds of megabytes. This is the only wait for a device's sweep.
     """
     largest, tokens = logits.max(-1)
-    return torch.where(largest.isfinite(), tokens, NO_NUMBER).cpu()
+    return on_host(torch.where(largest.isfinite(), tokens, NO_NUMBER))
 
 
 class RowReader:

@@ -53,6 +53,17 @@ def await_all(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def on_host(result: torch.Tensor) -> torch.Tensor:
+    """Copy a sweep's result to the host. The thread sleeps until a GPU has computed it, where `cpu` would keep a core
+    busy.
+    """
+    if result.device.type == "cuda":
+        computed = torch.cuda.Event(blocking=True)
+        computed.record(torch.cuda.current_stream(result.device))
+        computed.synchronize()
+    return result.cpu()
+
+
 def gpu_libraries() -> str:
     """Versions of Triton, CUDA and cuBLAS, which decide the bits of a GPU's results."""
     try:

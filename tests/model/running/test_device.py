@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from bough.errors import ConfigError
 from bough.model.architecture.architecture import load_config
 from bough.model.backends import cpu
 from bough.model.kv.session_kv import KVShape
-from bough.model.running.device import choose_device
+from bough.model.running.device import choose_device, on_host
 from bough.model.sizes.memory_budget import fixed_bytes
 from bough.sizing.placement import Fixed, Tier
 from draft_worker.worker import DraftWorker
@@ -137,3 +138,15 @@ def test_processors_that_round_differently_have_other_names(capability: str, mon
         names.append(cpu.BACKEND.describe(torch.device("cpu")))
     assert f"CPU with {capability} and products of bfloat16, ours by pairs" in names
     assert len(set(names)) == 4
+
+
+def test_a_sweep_is_waited_for_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own wait, that of a copy, keeps a core busy for seconds."""
+    calls = MagicMock()
+    monkeypatch.setattr(torch.cuda, "Event", calls.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", calls.stream)
+    calls.result.device = GPU
+    assert on_host(calls.result) is calls.result.cpu()
+    names = [name for name, *_ in calls.mock_calls]
+    assert names[:5] == ["event", "stream", "event().record", "event().synchronize", "result.cpu"]
+    assert calls.event.call_args == call(blocking=True)
