@@ -13,6 +13,7 @@ from bough.model.backend import backend_of
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.default_settings import chosen_dtype
 from bough.model.loading.loading import DTYPES, Skeleton, build_skeleton
+from bough.model.running.device import require_fast
 from bough.model.running.runner import ResidentModel
 
 
@@ -46,9 +47,10 @@ def draft_skeleton(checkpoint: Checkpoint, drop_layers: tuple[int, ...], dtype: 
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConfigError: a layer to drop does not exist.
+        ConfigError: a layer to drop does not exist, or the device is slow in this type.
     """
     name = chosen_dtype(dtype, load_config(checkpoint.path), device.type)
+    require_fast(name, device)
     skeleton = build_skeleton(checkpoint, DTYPES[name], kept_layers(checkpoint, drop_layers))
     if not skeleton.kv_shape().num_layers:
         raise ConfigError("--drop-layers: must leave a layer with attention, got all of them")

@@ -21,7 +21,7 @@ from bough.model.kv.session_kv import KVMemory, split_memory
 from bough.model.kv.states import by_kv_place
 from bough.model.loading.default_settings import conversion, settled
 from bough.model.loading.loading import DTYPES, build_skeleton
-from bough.model.running.device import choose_device
+from bough.model.running.device import choose_device, require_fast
 from bough.model.running.host_embeddings import host_bytes
 from bough.model.sizes.memory_budget import (
     budgets,
@@ -90,6 +90,7 @@ class HeldLayers:
         self.backend = choose_backend(config.backend, self.device)
         self.backend.make_ready(self.device)
         self.config = settled(config, load_config(checkpoint.path), self.device.type)
+        require_fast(self.config.dtype, self.device)
         self.stage = stage
         kept = None if stage is None else tuple(range(stage.first, stage.end))
         self.skeleton = build_skeleton(checkpoint, DTYPES[self.config.dtype], kept)
@@ -117,6 +118,7 @@ class HeldLayers:
         devices = [torch.device(others[number].name) for number in self.placement.others]
         self._elsewhere = dict(zip(self.placement.layers(Tier.ELSEWHERE), devices, strict=True))
         for other in self.other_devices:
+            require_fast(config.dtype, other)
             backend_of(other).make_ready(other)
         if self.placement.expert_bytes:
             self.layers = tuple((self.layers if i in self._elsewhere else apart)[i] for i in range(len(apart)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from subprocess import CalledProcessError
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from bough.model.backend import Backend
 from bough.model.batch.batch import Chunk
 from bough.model.batch.state_steps import StateSteps
 from bough.model.faults import is_full, named_faults
+from bough.model.running.device import driver
 
 
 class Kernels(NamedTuple):
@@ -127,10 +129,10 @@ def _take_library_memory(device: torch.device) -> None:
 
 
 def require_kernels(device: torch.device, try_one: Callable[[], None]) -> None:
-    """Run `try_one`, which compiles a kernel. Raises ConfigError if Triton is missing or fails.
+    """Run `try_one`, which compiles and runs a kernel. Raises ConfigError if Triton is missing or fails.
 
     If a device has no memory left, its error is raised unchanged.
-    Triton needs a C compiler for a kernel's first launch; without one a worker would fail only then.
+    Triton compiles a kernel's launcher with a C compiler; other errors are often those of an old driver.
     """
     kernels()
     try:
@@ -138,9 +140,12 @@ def require_kernels(device: torch.device, try_one: Callable[[], None]) -> None:
     except Exception as exc:
         if is_full(exc):
             raise
+        if isinstance(exc, CalledProcessError) or "C compiler" in str(exc):
+            advice = "it takes a C compiler (gcc, or what CC names) and Python's headers (Python.h, as in python3-dev)"
+        else:
+            advice = f"{driver()}, and an older one than that of Triton's kernels cannot load them"
         raise ConfigError(
-            f"--device: on {device} Triton must compile kernels, got {type(exc).__name__}: {exc}; it takes a C "
-            "compiler (gcc, or what CC names) and Python's headers (Python.h, such as in python3-dev)"
+            f"--device: on {device} Triton must compile and run kernels, got {type(exc).__name__}: {exc}; {advice}"
         ) from exc
 
 

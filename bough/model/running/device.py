@@ -26,7 +26,7 @@ def choose_device(name: str) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        why = "finds none" if torch.version.cuda else f"{torch.__version__} is a build without CUDA"
+        why = _why_none() if torch.version.cuda else f"{torch.__version__} is a build without CUDA"
         if name != "auto":
             raise ConfigError(f"--device: must be cpu or auto, as torch {why}, got {name}")
         if may_be_gpu(name):
@@ -37,6 +37,34 @@ def choose_device(name: str) -> torch.device:
     if index >= count:
         raise ConfigError("--device: must be cuda:0" + (f" to cuda:{count - 1}" if count > 1 else "") + f", got {name}")
     return torch.device("cuda", index)
+
+
+def _why_none() -> str:
+    """That torch finds no GPU, and the first sentence of its reason, such as a driver that is too old."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as exc:
+        return f"finds none ({str(exc).partition('. ')[0]})"
+    return "finds none"
+
+
+def driver() -> str:
+    """The newest CUDA that the driver knows, and torch's."""
+    number = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()  # a build for CPUs has none
+    return f"the driver is of CUDA {number // 1000}.{number % 1000 // 10}, torch of {torch.version.cuda}"
+
+
+def require_fast(dtype: str, device: torch.device) -> None:
+    """Raise ConfigError if a GPU computes in this type without tensor cores, many times slower."""
+    if device.type != "cuda" or dtype != "bfloat16":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(
+            f"--dtype: must be float16 on {device}, {name} of compute capability {major}.{minor}, whose tensor cores "
+            "cannot multiply in bfloat16, got bfloat16; give --dtype float16"
+        )
 
 
 def working_on(device: torch.device) -> AbstractContextManager[object]:

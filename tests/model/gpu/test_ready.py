@@ -45,6 +45,20 @@ def test_missing_headers_name_the_flag(monkeypatch: pytest.MonkeyPatch, tmp_path
         ready.require_kernels(GPU, launch)
 
 
+def test_a_driver_that_is_too_old_for_tritons_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They said that a C compiler was missing."""
+
+    def loaded() -> None:
+        raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
+
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12090, raising=False)
+    with pytest.raises(
+        ConfigError, match=r"kernel image is invalid; the driver is of CUDA 12\.9, torch of "
+    ) as refused:
+        ready.require_kernels(GPU, loaded)
+    assert "compiler" not in str(refused.value)
+
+
 def test_a_missing_triton_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bough.model.gpu.attention_triton", None)
     monkeypatch.delattr(gpu, "attention_triton", raising=False)

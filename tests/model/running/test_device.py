@@ -15,9 +15,10 @@ from bough.errors import ConfigError
 from bough.model.architecture.architecture import load_config
 from bough.model.backends import cpu
 from bough.model.kv.session_kv import KVShape
-from bough.model.running.device import choose_device, on_host
+from bough.model.running.device import choose_device, on_host, require_fast
 from bough.model.sizes.memory_budget import fixed_bytes
 from bough.sizing.placement import Fixed, Tier
+from draft_worker import worker as draft_workers
 from draft_worker.worker import DraftWorker
 from target_worker.sweep import held_layers
 from target_worker.sweep.held_layers import choose_places
@@ -150,3 +151,32 @@ def test_a_sweep_is_waited_for_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [name for name, *_ in calls.mock_calls]
     assert names[:5] == ["event", "stream", "event().record", "event().synchronize", "result.cpu"]
     assert calls.event.call_args == call(blocking=True)
+
+
+def test_an_old_gpu_is_refused_in_bfloat16(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    """Kernels compile for it, without tensor cores."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    refused = r"^--dtype: must be float16 on cuda:0, Tesla T4 of compute capability 7.5, .* give --dtype float16$"
+    for module in (held_layers, draft_workers):
+        monkeypatch.setattr(module, "choose_device", lambda _: GPU)
+        monkeypatch.setattr(module, "choose_backend", lambda *_: MagicMock())
+    for worker, kind in ((TargetWorker, TargetConfig), (DraftWorker, DraftConfig)):
+        with pytest.raises(ConfigError, match=refused):
+            worker(parse(kind, "t", ["--model", str(tiny), "--dtype", "bfloat16"], {}), "t")
+    require_fast("float16", GPU)
+    require_fast("bfloat16", torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    require_fast("bfloat16", GPU)
+
+
+def test_an_old_driver_is_named(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Please update it.")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(
+        ConfigError, match=r"as torch finds none \(The NVIDIA driver .*\(found version 12020\)\), got cuda"
+    ):
+        choose_device("cuda")
