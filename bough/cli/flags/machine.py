@@ -44,7 +44,7 @@ def add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context", help=context)
     memory = "memory for the target's weights, KV and activations, such as 20GB (default: most of the free memory)"
     parser.add_argument("--device-memory", help=memory)
-    parser.add_argument("--stages", help="processes that hold the target's layers together, in turns (default: 1)")
+    parser.add_argument("--stages", help="processes that hold the target's layers together (default: 1)")
     parser.add_argument("--kv-memory", help="part of it for the KV of all sessions (default: an eighth, at most 2GB)")
     parser.add_argument(
         "--host-memory", help="with a GPU: pinned host memory for layers (default: most of the free memory)"
