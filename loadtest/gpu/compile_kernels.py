@@ -2,9 +2,10 @@
 
     python -m loadtest.gpu.compile_kernels [--capabilities 80 86 89 90 120] [--only bf16]
 
-Prints a line for each kernel, then one JSON line. Kernels in Triton's cache that have an assembler report are not
-compiled again. The exit status is 1 if a kernel spills registers to memory or needs more shared memory than there is.
-Speed is not measured.
+The wrappers that a worker calls bind and compile them, through Triton's own path, with a driver that launches nothing.
+Calls with few and many rows must come to one program. Prints a line for each kernel, then one JSON line. Kernels in
+Triton's cache that have an assembler report are not compiled again. The exit status is 1 if a kernel spills registers
+to memory, needs more shared memory than there is, or is attention without tensor cores. Speed is not measured.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ import bough.model  # noqa: F401  # before torch, see there
 import io
 import json
 import re
-from collections.abc import Iterator
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from triton import knobs
+import torch
+from triton import JITFunction, knobs
+from triton import __version__ as triton_version
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as triton_compile
+from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 
 from bough.config.flag_parser import FlagParser
+from bough.model.batch.path_spans import Paths
 from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.gpu import attention_triton, delta_rule_triton, unpack_triton
 from bough.model.quant.ggml_blocks import TYPES
@@ -41,7 +45,9 @@ from bough.model.quant.mxfp4 import GROUP
 CAPABILITIES = (80, 86, 89, 90, 120)
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # limit of a program
 LOG = "assembler.log"  # the assembler's report, next to a kernel in Triton's cache
-_VARYING = ("scale", "window", "tail_width", "zero_offset", "half", "epsilon", "num_steps", "num_places", "begin")
+ROW_COUNTS = (1, 2, 8, 64, 256)  # of calls whose bits for a row must be equal, and so their program
+KV_HEADS, TAIL = 8, 32
+INPUTS, OUTPUTS = 4096, 1024  # of a packed matrix
 
 
 class Heads(NamedTuple):
@@ -88,16 +94,11 @@ FAMILIES = {  # sizes of every family that bough runs
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A kernel with the arguments of its launch."""
+class Kernel(NamedTuple):
+    """Calls of a wrapper in `bough.model.gpu` that must come to one program."""
 
     name: str
-    function: Any
-    constants: dict[str, Any]
-    pointers: dict[str, str]
-    options: dict[str, Any]
-    varying: tuple[str, ...]  # arguments without specialisation; the others are divisible by 16
+    calls: Sequence[Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,99 +110,168 @@ class Compiled:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    products: tuple[str, ...]  # shapes of its tensor cores' instructions
 
     @property
     def fits(self) -> bool:
-        """Whether it needs no spills and fits in shared memory."""
-        return self.spilled_bytes == 0 and self.shared_bytes <= SHARED_BYTES.get(self.capability, 49_152)
+        """Whether it needs no spills and fits in shared memory, and attention uses tensor cores."""
+        has_products = bool(self.products) or not self.name.startswith("attention")
+        return (
+            self.spilled_bytes == 0 and self.shared_bytes <= SHARED_BYTES.get(self.capability, 49_152) and has_products
+        )
+
+
+class _AbsentGPU:
+    """Triton's driver for a GPU that is not there: kernels are bound and compiled for it, and never launched."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability  # Triton keeps what it has compiled by device
+
+    def get_current_stream(self, device: int) -> int:  # as Triton calls it
+        return 0
 
 
 def kernels() -> Iterator[Kernel]:
     """All kernels: of recurrent layers, and in bfloat16 and float16 attention of every family and unpacking."""
-    yield _recurrence()
-    for dtype, bits in (("bf16", "i16"), ("fp16", "fp16")):
+    yield Kernel("gated delta rule", [partial(_recur, rows) for rows in ROW_COUNTS])
+    for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         for heads in FAMILIES:
-            yield _attention(dtype, heads)
-        for name, function, constants in _unpacking():
-            pointers = {"packed": "*u8", "numbers": "*u8", "data": "*u8", "scales": "*fp16", "out": f"*{bits}"}
-            pointers |= dict.fromkeys(("words", "zeros", "group_of"), "*i32")
-            pointers |= {"mxfp4": {"scales": "*u8"}, "nvfp4": {"scales": "*fp32"}, "fp8": {"scales": "*fp32"}}.get(
-                name, {}
-            )
-            options = {"num_warps": unpack_triton.NUM_WARPS, "enable_fp_fusion": False}
-            yield Kernel(
-                f"{name}, {dtype}", function, constants | {"IS_BF16": dtype == "bf16"}, pointers, options, _VARYING
-            )
+            calls = [partial(_attend, heads, dtype, rows) for rows in ROW_COUNTS]
+            yield Kernel(f"attention, {heads}, {short}", calls)
+        for name, call in _unpacking():
+            yield Kernel(f"{name}, {short}", [partial(call, dtype)])
 
 
-def _attention(dtype: str, heads: Heads) -> Kernel:
-    constants = {"NUM_KV_HEADS": 8, "HEAD_DIM": heads.dim, "SOFTCAP": heads.softcap, "HAS_SINKS": heads.has_sinks}
-    tile = attention_triton.tile_constants(heads.group, heads.dim, True, heads.key_dim)
-    pointers = dict.fromkeys(("queries", "keys", "values", "out"), f"*{dtype}")
-    pointers |= {"scale": "fp32", "sinks": "*fp32" if heads.has_sinks else f"*{dtype}"}
-    pointers |= dict.fromkeys(("origins", "bases", "lengths", "tails", "tiles"), "*i32")
-    return Kernel(
-        f"attention, {heads}, {dtype}",
-        attention_triton._attend,
-        constants | {"IN_HALVES": True} | tile,
-        pointers,
-        attention_triton.launch_options(tile, True),
-        _VARYING,
-    )
+def _attend(heads: Heads, dtype: torch.dtype, num_rows: int) -> None:
+    num_kv_heads = 1 if heads.key_dim else KV_HEADS
+    num_heads = heads.group * KV_HEADS
+    queries = torch.zeros(num_rows, num_heads, heads.dim + heads.key_dim, dtype=dtype)
+    keys = torch.zeros(TAIL, num_kv_heads, heads.key_dim or heads.dim, dtype=dtype)
+    values = torch.zeros(TAIL, num_kv_heads, heads.dim, dtype=dtype)
+    own, tails = torch.zeros(num_rows, dtype=torch.int32), torch.zeros(num_rows, TAIL, dtype=torch.int32)
+    paths = Paths(own.long(), own, own, own, tails, torch.zeros(num_rows, 2, dtype=torch.int32))
+    sinks = torch.zeros(num_heads) if heads.has_sinks else None
+    attention_triton.attend_by_triton(queries, keys, values, paths, 0.1, 0, heads.softcap, sinks)
 
 
-def _recurrence() -> Kernel:
-    """Arguments for the heads of Qwen3-Next; Qwen3.5's are as large."""
-    pointers = dict.fromkeys(("qkv", "decay", "beta", "states", "out"), "*fp32") | {"table": "*i32"}
-    pointers |= dict.fromkeys(("epsilon", "scale"), "fp32")
-    constants = delta_rule_triton.step_constants(16, 32, 128, 128)
-    options = delta_rule_triton.OPTIONS
-    return Kernel("gated delta rule", delta_rule_triton.run_steps, constants, pointers, options, _VARYING)
+def _recur(num_rows: int) -> None:
+    """With the heads of Qwen3-Next; Qwen3.5's are as large."""
+    key_heads, heads, dim = 16, 32, 128
+    qkv, gates = torch.zeros(num_rows, (2 * key_heads + heads) * dim), torch.zeros(num_rows, heads)
+    table, states = torch.zeros(num_rows, 5, dtype=torch.int32), torch.zeros(heads, 3, dim, dim)
+    delta_rule_triton.take_steps(qkv, gates, gates, table, states, key_heads, 0)
 
 
-def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    columns, rows = unpack_triton.TILE_COLUMNS, unpack_triton.TILE_ROWS
+def _unpacking() -> Iterator[tuple[str, Callable[[torch.dtype], None]]]:
+    """Unpacks a matrix of zeros in each format."""
     for name, bits in (("gptq", 4), ("gptq of bytes", 8)):
-        constants = {"BITS": bits, "ROWS": rows * bits // 32, "COLUMNS": columns}
-        yield name, unpack_triton.unpack_down, constants | {"IS_ORDERED": True, "HAS_ORDER": False}
-        yield f"{name} by g_idx", unpack_triton.unpack_down, constants | {"IS_ORDERED": False, "HAS_ORDER": True}
-    yield "awq", unpack_triton.unpack_across, {"ROWS": rows, "COLUMNS": columns}
-    by_rows = [("compressed-tensors", 4, "UNSIGNED"), ("compressed-tensors by g_idx", 4, "UNSIGNED")]
-    by_rows += [("compressed-tensors of bytes", 8, "UNSIGNED"), ("int8", 8, "SIGNED"), ("fp8", 8, "E4M3")]
-    for name, bits, kind in (*by_rows, ("mxfp4", 4, "E2M1"), ("nvfp4", 4, "E2M1")):
-        is_ordered = name not in ("nvfp4", "compressed-tensors by g_idx")
-        layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": kind == "UNSIGNED", "IS_ORDERED": is_ordered}
-        layout["HAS_ORDER"] = "g_idx" in name
-        tile = {"ROWS": rows, "COLUMNS": GROUP if name == "mxfp4" else columns}
-        yield name, unpack_triton.unpack_along, layout | tile
-    for name, type_ in TYPES.items():
-        yield name, unpack_triton.unpack_blocks, unpack_triton.block_constants(BLOCKS[name], type_)
+        yield name, partial(_write_down, bits, None)
+        yield f"{name} by g_idx", partial(_write_down, bits, torch.zeros(INPUTS, dtype=torch.int32))
+    yield "awq", _write_across
+    order, group, column = torch.zeros(INPUTS, dtype=torch.int32), (1, 128), (1, INPUTS)
+    yield "compressed-tensors", partial(_write_along, torch.int32, 4, group, torch.float16, None)
+    yield "compressed-tensors by g_idx", partial(_write_along, torch.int32, 4, group, torch.float16, order)
+    yield "compressed-tensors of bytes", partial(_write_along, torch.int32, 8, group, torch.float16, None)
+    yield "int8", partial(_write_along, torch.int8, 8, column, torch.float16, None)
+    yield "fp8", partial(_write_along, torch.float8_e4m3fn, 8, (128, 128), torch.float32, None)
+    yield "mxfp4", partial(_write_along, torch.uint8, 4, (1, GROUP), torch.float8_e8m0fnu, None)
+    yield "nvfp4", partial(_write_along, torch.uint8, 4, (1, 16), torch.float32, None)
+    for name in TYPES:
+        yield name, partial(_write_blocks, name)
+
+
+def _write_down(bits: int, order: torch.Tensor | None, dtype: torch.dtype) -> None:
+    per_word, groups = 32 // bits, INPUTS // 128
+    words, zeros = (
+        torch.zeros(n, m, dtype=torch.int32) for n, m in ((INPUTS // per_word, OUTPUTS), (groups, OUTPUTS // per_word))
+    )
+    scales = torch.zeros(groups, OUTPUTS, dtype=torch.float16)
+    unpack_triton.write_down(words, zeros, scales, order, bits, 1, torch.empty(INPUTS, OUTPUTS, dtype=dtype))
+
+
+def _write_across(dtype: torch.dtype) -> None:
+    words, zeros = (torch.zeros(rows, OUTPUTS // 8, dtype=torch.int32) for rows in (INPUTS, INPUTS // 128))
+    scales = torch.zeros(INPUTS // 128, OUTPUTS, dtype=torch.float16)
+    unpack_triton.write_across(words, zeros, scales, torch.empty(INPUTS, OUTPUTS, dtype=dtype))
+
+
+def _write_along(
+    kind: torch.dtype,
+    bits: int,
+    block: tuple[int, int],
+    scale: torch.dtype,
+    order: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    numbers = torch.zeros(OUTPUTS, INPUTS * bits // 8, dtype=torch.uint8).view(kind)
+    shape = OUTPUTS // block[0], INPUTS // block[1]
+    scales = (
+        torch.zeros(shape, dtype=torch.uint8).view(scale) if scale.itemsize == 1 else torch.zeros(shape, dtype=scale)
+    )
+    zeros = torch.zeros(OUTPUTS * bits // 32, shape[1], dtype=torch.int32) if kind == torch.int32 else None
+    out = torch.empty(OUTPUTS, INPUTS, dtype=dtype)
+    unpack_triton.write_along(numbers, scales, zeros, order, bits, block, out)
+
+
+def _write_blocks(name: str, dtype: torch.dtype) -> None:
+    size = BLOCKS[name]
+    data = torch.zeros(OUTPUTS, INPUTS // size[0] * size[1], dtype=torch.uint8)
+    unpack_triton.write_blocks(data, size, TYPES[name], 0, torch.empty(OUTPUTS, INPUTS, dtype=dtype))
 
 
 def compiled(kernel: Kernel, capability: int) -> Compiled:
-    """Compile a kernel; raises errors of Triton's compiler or of the assembler."""
-    names = kernel.function.arg_names
-    signature = {name: "constexpr" if name in kernel.constants else kernel.pointers.get(name, "i32") for name in names}
-    constants = {(names.index(name),): value for name, value in kernel.constants.items()}
-    round_ = (name for name in names if signature[name] != "constexpr" and name not in kernel.varying)
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in round_}
-    source = ASTSource(kernel.function, signature, constants, aligned)
-    made, said = _assembled(source, GPUTarget("cuda", capability, 32), kernel.options)
+    """Compile a kernel by its wrapper; raises errors of Triton's compiler or of the assembler.
+
+    Raises AssertionError if its calls come to several programs, which may give a row other bits.
+    """
+    with _programs(capability) as programs:
+        for call in kernel.calls:
+            call()
+    assert len(programs) == 1, f"{kernel.name}: {len(programs)} programs for {len(kernel.calls)} numbers of rows"
+    ((made, said),) = programs.values()
     registers = re.search(r"Used (\d+) registers", said)
     spilled = re.search(r"(\d+) bytes spill stores", said)
     assert registers is not None
     assert spilled is not None
-    return Compiled(kernel.name, capability, int(registers[1]), int(spilled[1]), made.metadata.shared)
+    products = re.findall(r"mma(?:_async)?\.sync\.aligned\.(m\d+n\d+k\d+)", made.asm["ptx"])
+    figures = int(registers[1]), int(spilled[1]), made.metadata.shared, tuple(sorted(set(products)))
+    return Compiled(kernel.name, capability, *figures)
 
 
-def _assembled(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> tuple[Any, str]:
+@contextmanager
+def _programs(capability: int) -> Iterator[dict[str, tuple[Any, str]]]:
+    """Within the block, launches only compile; yields programs and the assembler's reports by hash."""
+    programs: dict[str, tuple[Any, str]] = {}
+    launch = JITFunction.run
+
+    def run(function: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> Any:  # noqa: ARG001
+        made, said = _assembled(function, lambda: launch(function, *arguments, grid=grid, warmup=True, **constants))
+        programs[made.hash] = made, said
+        return made
+
+    driver.set_active(_AbsentGPU(capability))
+    JITFunction.run = run
+    try:
+        yield programs
+    finally:
+        JITFunction.run = launch
+
+
+def _assembled(function: Any, compile_: Callable[[], Any]) -> tuple[Any, str]:
     """A compiled kernel and the assembler's report, from Triton's cache if it has both."""
     with redirect_stdout(io.StringIO()) as printed, knobs.compilation.scope():
-        made = triton_compile(source, target=target, options=options)
+        made = compile_()
         kept = get_cache_manager(made.hash)
         if not printed.getvalue() and kept.get_file(LOG) is None:  # cached without its report
             knobs.compilation.always_compile = True
-            made = triton_compile(source, target=target, options=options)
+            function.device_caches.clear()
+            made = compile_()
     if printed.getvalue():
         kept.put(printed.getvalue(), LOG)
     return made, Path(kept.get_file(LOG)).read_text()
@@ -219,7 +289,9 @@ def main() -> None:
             rows.append(compiled(kernel, capability))
             print(rows[-1], flush=True)
     fit = all(row.fits for row in rows)
-    print(json.dumps({"kernels": [asdict(row) for row in rows], "fit": fit}))
+    found = {"architectures": sorted({row.capability for row in rows}), "triton": triton_version}
+    spills = sum(row.spilled_bytes > 0 for row in rows)
+    print(json.dumps(found | {"spills": spills, "fit": fit, "kernels": [asdict(row) for row in rows]}))
     raise SystemExit(0 if fit else 1)
 
 

@@ -246,9 +246,10 @@ def write_along(
     columns = TILE_COLUMNS if scales.shape[1] == 1 else min(TILE_COLUMNS, group_size & -group_size)
     is_ordered = groups is None and columns >= LEAST_COLUMNS
     packed, columns = numbers.view(torch.uint8), columns if is_ordered else TILE_COLUMNS
-    grid = (triton.cdiv(num_outputs, TILE_ROWS), triton.cdiv(num_inputs, columns))
+    rows = TILE_ROWS if groups is None else TILE_ROWS // 2  # a scale for each cell takes registers
+    grid = (triton.cdiv(num_outputs, rows), triton.cdiv(num_inputs, columns))
     constants = {"BITS": bits, "KIND": kind, "HAS_ZEROS": zeros is not None, "IS_ORDERED": is_ordered}
-    constants |= {"HAS_ORDER": groups is not None, "ROWS": TILE_ROWS, "COLUMNS": columns}
+    constants |= {"HAS_ORDER": groups is not None, "ROWS": rows, "COLUMNS": columns}
     numbers_ = num_outputs, num_inputs, scales.shape[1], height, group_size
     others = packed if zeros is None else zeros, scales, packed if groups is None else groups
     unpack_along[grid](packed, *others, bits_of(out), *numbers_, **constants, **options(out))
