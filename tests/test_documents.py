@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -15,14 +15,19 @@ DECISIONS = ROOT / "docs" / "decisions"
 OF_A_COMMIT = re.compile(r"[Cc]ommit\s+[0-9a-f]{7}")  # a decision that says so describes scripts of that time
 
 
-def name(document: Path) -> str:
-    return str(document.relative_to(ROOT))
+TEXTS = {document: document.read_text() for document in DOCUMENTS}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_links_lead_to_existing_files(document: Path) -> None:
-    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
-        assert "://" in link or (document.parent / link).exists(), link
+def found(pattern: str, texts: Mapping[Path, str] = TEXTS) -> Iterator[tuple[Path, Any]]:
+    """What a pattern finds, with the document that has it."""
+    for document, text in texts.items():
+        for match in re.findall(pattern, text):
+            yield document, match
+
+
+def test_links_lead_to_existing_files() -> None:
+    for document, link in found(r"\]\(([^)#\s]+)[^)]*\)"):
+        assert "://" in link or (document.parent / link).exists(), (document, link)
 
 
 def anchors(document: Path) -> set[str]:
@@ -31,34 +36,28 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_links_lead_to_existing_headings(document: Path) -> None:
-    for file, anchor in re.findall(r"\]\(([^)#\s:]*)#([\w-]+)\)", document.read_text()):
-        assert anchor in anchors(document.parent / file if file else document), anchor
+def test_links_lead_to_existing_headings() -> None:
+    for document, (file, anchor) in found(r"\]\(([^)#\s:]*)#([\w-]+)\)"):
+        assert anchor in anchors(document.parent / file if file else document), (document, anchor)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_named_tests_exist(document: Path) -> None:
+def test_named_tests_exist() -> None:
     """A guarantee is worth as much as the test that holds it."""
-    for path in re.findall(r"\btests/[\w/]+(?:\.py)?", document.read_text()):
-        assert (ROOT / path).exists(), path
+    for document, path in found(r"\btests/[\w/]+(?:\.py)?"):
+        assert (ROOT / path).exists(), (document, path)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_named_modules_exist(document: Path) -> None:
+def test_named_modules_exist() -> None:
     """By a path from the root or a room, or by the file's name alone."""
-    for module in re.findall(r"`([\w/]+\.py)(?::[^`]*)?`", document.read_text()):
-        assert any(path.endswith(f"/{module}") for path in MODULES), module
+    for document, module in found(r"`([\w/]+\.py)(?::[^`]*)?`"):
+        assert any(path.endswith(f"/{module}") for path in MODULES), (document, module)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_named_benchmarks_exist(document: Path) -> None:
-    text = document.read_text()
-    if document.parent == DECISIONS and OF_A_COMMIT.search(text):
-        return
-    for module in re.findall(r"python\s+-m\s+(loadtest(?:\.\w+)+)", text):
+def test_named_benchmarks_exist() -> None:
+    texts = {each: text for each, text in TEXTS.items() if each.parent != DECISIONS or not OF_A_COMMIT.search(text)}
+    for document, module in found(r"python\s+-m\s+(loadtest(?:\.\w+)+)", texts):
         path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (document, module)
 
 
 def our_flags() -> set[str]:
@@ -69,21 +68,17 @@ def our_flags() -> set[str]:
     return {"--help", "--version", *re.findall(r"[\"'](--[a-z][\w-]*)", code), *fields}
 
 
-FLAGS = our_flags()
-
-
-@pytest.mark.parametrize("document", [each for each in DOCUMENTS if each.parent != DECISIONS], ids=name)
-def test_named_flags_exist(document: Path) -> None:
+def test_named_flags_exist() -> None:
     """Those outside of commands: within a command they may be another program's."""
-    for flag in re.findall(r"`(--[a-z][\w-]*)", document.read_text()):
-        assert {flag, flag.replace("--no-", "--", 1)} & FLAGS, flag
+    flags, texts = our_flags(), {each: text for each, text in TEXTS.items() if each.parent != DECISIONS}
+    for document, flag in found(r"`(--[a-z][\w-]*)", texts):
+        assert {flag, flag.replace("--no-", "--", 1)} & flags, (document, flag)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_lines_are_short_enough_to_compare(document: Path) -> None:
+def test_lines_are_short_enough_to_compare() -> None:
     """Rows of tables are as long as they have to be."""
-    for number, line in enumerate(document.read_text().splitlines(), 1):
-        assert len(line) <= 150 or line.startswith("|"), f"line {number}: {len(line)}"
+    for document, line in found(r"(?m)^.*$"):
+        assert len(line) <= 150 or line.startswith("|"), (document, line)
 
 
 def test_every_decision_has_its_own_number_and_is_in_the_index() -> None:

@@ -37,12 +37,10 @@ IMPORTS = (
     *("bough.simulation.clock", "bough.simulation.pair", "orchestrator.assembly"),
     "transformers.models.llama.modeling_llama",
 )
-OWN = (
-    "PYTEST_CURRENT_TEST",
-    "OMP_NUM_THREADS",
-    "OTEL_BSP_SCHEDULE_DELAY",
-    "TORCHINDUCTOR_CACHE_DIR",
-)  # variables that concern no program
+OWN = (  # variables that concern no program
+    *("PYTEST_CURRENT_TEST", "OMP_NUM_THREADS", "OTEL_BSP_SCHEDULE_DELAY", "TORCHINDUCTOR_CACHE_DIR"),
+    "TRITON_INTERPRET",  # which tests set when they import torch; programs on a processor use no Triton
+)
 MAX_MESSAGE = 1 << 17  # bytes; most is the environment
 MAX_DESCRIPTORS = 8
 END_SECONDS = 10.0
