@@ -1,7 +1,7 @@
 """Measures a target on two hosts (network namespaces; needs root), and disturbs a stage while streams run.
 
     python -m loadtest.stages
-    python -m loadtest.stages --repeats 0
+    python -m loadtest.stages --repeats 0 --in-flight 0        # only the faults, a hundred, in 20 minutes
 
 The demonstration on two hosts of 1.4 GB, over 1 Gbit/s with 0.5 ms and over 100 Mbit/s with 10 ms in each direction,
 against one host of 1.4 GB whose disk reads 500 MB/s, and against plain decoding. Then four sessions at a time on two
@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument(
         "--plain-tokens", type=int, default=16, help="of a plain answer, whose tokens take equally long"
     )
-    parser.add_argument("--faults", type=int, default=100, help="faults, in 20 minutes; 0 disturbs nothing")
+    parser.add_argument("--faults", type=int, default=100, help="faults; 0 disturbs nothing")
     parser.add_argument("--seed", type=int, default=1)
     flags = parser.parse_args()
     if problem := missing() or ("" if can_limit() else "no control groups that limit memory and disk"):
