@@ -53,7 +53,7 @@ class OtherStages:
         """`trouble` says what is missing while the ring is down."""
         self._ring, self._log, self._trouble = ring, log, trouble
         self._epoch = NEVER  # in which the stages hold what the slots say
-        self._num_waiting = 0  # passes in flight
+        self._awaited: Future[Frame] | None = None  # of the last pass, which comes back after all others
         self.last, self.total = StageTimes(), StageTimes()  # of the last pass, and of all
 
     def lost_kv(self) -> bool:
@@ -79,15 +79,14 @@ class OtherStages:
         epoch, self._epoch = self._epoch, NEVER  # if this fails, the stages lack changes of slots
         self._ring.send(epoch, Frame(*pass_to_wire(given)))
         self._epoch = epoch
-        self._num_waiting += 1
-        return PassInFlight(epoch, batch, began_ns, self._ring.receiving(epoch, ANSWER_SECONDS))
+        self._awaited = arrived = self._ring.receiving(epoch, ANSWER_SECONDS)
+        return PassInFlight(epoch, batch, began_ns, arrived)
 
     def receive(self, sent: PassInFlight) -> torch.Tensor:
         """The rows (1, num_rows, hidden_size) after the last stage's layers.
 
         Raises RingLost if a stage is lost, and AcceleratorFull if one has no memory for so many rows.
         """
-        self._num_waiting -= 1
         try:
             frame = sent.arrived.result()
             taken = pass_from_wire(frame.header, frame.body)
@@ -106,4 +105,5 @@ class OtherStages:
 
     def progress(self) -> int:
         """A counter that grows while the stages work; heartbeats and ANSWER_SECONDS find those that hang."""
-        return int(time.monotonic()) if self._num_waiting else 0
+        is_away = self._awaited is not None and not self._awaited.done()
+        return int(time.monotonic()) if is_away else 0
