@@ -384,7 +384,7 @@ class SweepEngine:
         least = max(self._limits.max_nodes, self._sweeper.rows.most)
         if num_tokens <= least:
             return False
-        most = self._sweeps.most_tokens = max(least, num_tokens // 2)
+        most = self._sweeps.most_tokens = max(least, min(self._sweeps.most_tokens, num_tokens // 2))
         logger.warning("%s; sweeps have at most %d tokens from now on, not %d", exc, most, num_tokens)
         return True
 

@@ -25,6 +25,7 @@ from target_worker.sweep.streamed_model import StreamedSweeper
 from tests.fakes.target import LIMITS, NO_GRAMMARS, VOCAB, Clock, FakeModel, new_pool, verify_call
 from tests.fakes.waiting import block_until
 
+STEPS = replace(LIMITS, kv_step=4)
 GUESSES = Tree.of([0, 1, 1, 2, 9], [-1, 0, 1, 1, 0], [0.0] * 5)  # of tokens to be added to the root's
 
 
@@ -88,8 +89,10 @@ def call_of(session: str, length: int, held: int, **more: int) -> VerifyCall:
 
 
 @contextmanager
-def two_in_flight(num_rows: int = 8 * LIMITS.slot_rows, lease_seconds: float = 60.0) -> Iterator[Target]:
-    target = Target(new_pool(Clock(), num_rows, lease_seconds), replace(LIMITS, kv_step=4))
+def two_in_flight(
+    num_rows: int = 8 * LIMITS.slot_rows, lease_seconds: float = 60.0, limits: TargetLimits = STEPS
+) -> Iterator[Target]:
+    target = Target(new_pool(Clock(), num_rows, lease_seconds), limits)
     target.engine.start()
     try:
         yield target
@@ -283,3 +286,18 @@ def test_sweep_times_are_learnt_by_the_number_in_flight() -> None:
     assert alone(16) == pytest.approx(1.0, rel=0.05)
     assert beside(16) == pytest.approx(1.7, rel=0.05)
     assert sweeps.cost == alone
+
+
+def test_a_sweep_without_memory_does_not_raise_the_limit_that_another_has_lowered() -> None:
+    """It was begun before."""
+    with two_in_flight(limits=replace(STEPS, max_sweep_tokens=64, max_nodes=8)) as target:
+        for number in range(2):
+            target.sweeper.errors[number] = AcceleratorFull("no memory")
+        target.verify("a", 15)
+        target.wait_for(1)
+        target.verify("bb", 30)
+        target.wait_for(2)
+        target.back(0)
+        assert target.engine._sweeps.most_tokens == 9
+        target.back(1)
+        assert target.engine._sweeps.most_tokens == 9
