@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bough.config.processes import TargetConfig, parse
+from bough.errors import NotFound
 from bough.model.batch.batch import Batch
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.arena import Arena
@@ -55,8 +56,9 @@ def conversation(
         away = rng.choice(free, size=int(rng.integers(1, 3)), replace=False).tolist()
         for name in away:
             if name in texts and rng.random() < 0.2:
-                pool.release(ScopedId(name))
                 del texts[name]
+                with suppress(NotFound):  # it was evicted
+                    pool.release(ScopedId(name))
             start = texts.get(name, common[: int(rng.integers(30, 70))])
             text = [*start, *rng.integers(0, 250, int(rng.integers(1, 6))).tolist()]
             tree = random_tree(rng, int(rng.integers(1, 12)), int(rng.integers(250)))
