@@ -12,7 +12,6 @@ from bough.errors import InvalidRequest
 from bough.model.batch.batch import Batch
 from bough.model.kv.slot import Segment
 from bough.model.loading.loading import DTYPES
-from bough.model.running.device import on_host
 from bough.protocol.messages import Timings
 from bough.trees.tree import IntArray, Tree
 from target_worker.stages.slots import LoggedSlot, MirroredSlots, SlotChange
@@ -72,12 +71,12 @@ class StagePass(NamedTuple):
 
     @classmethod
     def of(cls, changes: Sequence[SlotChange], batch: Batch, hidden: torch.Tensor) -> StagePass:
-        """The pass of a batch, whose rows (1, num_rows, width) end with padding."""
-        return cls(changes, [*map(PassRows.of, batch.segments)], _on_host(hidden, batch))
+        """The pass of a batch, whose rows (1, num_rows, width) on the host end with padding."""
+        return cls(changes, [*map(PassRows.of, batch.segments)], _unpadded(hidden, batch))
 
     def after(self, batch: Batch, hidden: torch.Tensor, timings: Timings) -> StagePass:
         """The pass after a stage's layers."""
-        return self._replace(hidden=_on_host(hidden, batch), timings=(*self.timings, timings))
+        return self._replace(hidden=_unpadded(hidden, batch), timings=(*self.timings, timings))
 
     def padded(self, batch: Batch) -> torch.Tensor:
         """The hidden states with the batch's padding, (1, num_rows, width). Raises InvalidRequest for other rows."""
@@ -89,8 +88,8 @@ class StagePass(NamedTuple):
         return out
 
 
-def _on_host(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return on_host(hidden[0, : batch.num_tokens].contiguous())
+def _unpadded(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return hidden[0, : batch.num_tokens].contiguous()
 
 
 def body_of(hidden: torch.Tensor) -> memoryview:

@@ -23,7 +23,7 @@ from bough.model.kv.slot import Slot
 from bough.model.kv.states import kv_places
 from bough.model.loading.loading import Skeleton, bind_resident, move_buffers
 from bough.model.running.batch_invariance import describe, make_reproducible
-from bough.model.running.device import await_all, working_on
+from bough.model.running.device import await_all, on_host, working_on
 from bough.model.running.host_embeddings import between_layers, embeddings_for_host, looked_up, split_slots
 from bough.model.sampling.sampler import require_numbers
 from bough.model.sizes.model_sizes import chosen_share
@@ -157,7 +157,7 @@ class StreamedModel:
 
     @torch.inference_mode()
     def run_layers(self, batch: Batch, hidden: torch.Tensor | None = None) -> tuple[torch.Tensor, Timings]:
-        """The rows (1, num_rows, hidden_size) after this process's layers, for the next stage.
+        """The rows (1, num_rows, hidden_size) after this process's layers, on the host, for the next stage.
 
         `hidden` are those of the stage before; the first begins with the batch's tokens. Raises what `sweep` does.
         """
@@ -323,7 +323,7 @@ class StreamedModel:
             out = out.to(self.device, non_blocking=True)
             if self._kept is None:
                 return out
-            self._kept.append(out)
+            self._kept.append(on_host(out))  # waits: the device's time and errors are those of this pass
             return torch.zeros_like(out, dtype=self.skeleton.dtype)  # what follows in the decoder is not used
 
         return run

@@ -19,14 +19,17 @@ import torch
 from bough.config.processes import TargetConfig
 from bough.errors import AcceleratorFull, AcceleratorLost, ConfigError
 from bough.model import faults
+from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.session_kv import KVArena
 from bough.processes.worker_process import watch
 from bough.rpc.status_map import ERROR_NAMES
 from bough.runtime.exit_status import EXIT_LOST
 from bough.sizing.row_counts import RowCounts
+from bough.trees.tree import Tree
 from target_worker.link import direct_io
 from target_worker.scheduler import engine as scheduling
 from target_worker.scheduler.engine import STILL_SECONDS, SweepEngine
+from target_worker.stages.passes import StagePass
 from target_worker.sweep.held_layers import within_memory
 from target_worker.sweep.streamed_model import StreamedModel, StreamedSweeper
 from target_worker.verification.verdict import RowReader
@@ -83,7 +86,15 @@ def read_logits(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     RowReader().read(row)
 
 
-@pytest.mark.parametrize("act", [sweep, copy_layers, warm_up, read_logits])
+def pass_on(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first wait for the device, which has its error, is for the rows for the next stage."""
+    slot = KVArena(shape := model.skeleton.kv_shape(), shape.empty(40, device())).take(40)
+    batch = Batch([Segment.tree(slot, 0, Tree.root(3))], model.rows, model.device)
+    monkeypatch.setattr(torch.Tensor, "cpu", lost)
+    StagePass([], [], torch.zeros(1, 1)).after(batch, *model.run_layers(batch))
+
+
+@pytest.mark.parametrize("act", [sweep, copy_layers, warm_up, read_logits, pass_on])
 def test_a_lost_device_is_named_and_ends_the_process(
     act: Callable[[StreamedModel, pytest.MonkeyPatch], None], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
