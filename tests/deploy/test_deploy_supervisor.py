@@ -84,15 +84,17 @@ async def test_a_program_without_calls_is_not_silent(
     program = {"simulate": str(PROFILE), "namespace": "unasked"}
     async with supervised(Role.DRAFT, index_url, tmp_path, program, silent_seconds=2.0) as draft:
         await asyncio.sleep(2.1)
-        os.kill(process_id(draft), signal.SIGSTOP)
+        own = process_id(draft)
+        os.kill(own, signal.SIGSTOP)
         with monkeypatch.context() as patched:
             patched.setattr(supervisor_module, "CALL_SECONDS", 0.2)
             await draft.check()
             patched.setattr(supervisor_module, "UNASKED_SECONDS", 1.0)
             await asyncio.sleep(2.1)  # the head went after a check without an answer
             await draft.check()
-        os.kill(process_id(draft), signal.SIGCONT)
+        os.kill(own, signal.SIGCONT)
         await draft.check()
+        assert process_id(draft) == own
 
 
 async def test_an_endless_sweep_is_a_stall(index_url: str, tmp_path: Path) -> None:

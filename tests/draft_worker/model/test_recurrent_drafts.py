@@ -240,8 +240,10 @@ def test_a_text_longer_than_the_drafts_window_starts_again(model: ResidentModel)
     engine, tokens = engine_of(model, window=Window(40, 600, GROWN_ROWS)), PROMPT[:38]
     for _ in range(3):
         tree = grow_now(engine, grow_call(tokens)).tree
-        check(model, tokens, tree, start=engine.pool._sessions[ScopedId("s")].start)
+        start = engine.pool._sessions[ScopedId("s")].start
+        check(model, tokens, tree, start=start)
         tokens = after(tokens, tree, 2, 5)
+    assert start > 0
 
 
 @pytest.mark.parametrize(("num_steps_before", "num_calls"), [(0, 0), (0, 1), (1, 0), (2, 1)])
