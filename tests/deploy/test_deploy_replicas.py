@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -22,17 +23,51 @@ from deploy.settings import Role
 from tests.fakes.waiting import PATIENCE_SECONDS, until
 
 
+class Asked:
+    """A method of a replica, as its deployment's handle has it."""
+
+    def __init__(self, method: Callable[[], Awaitable[Any]]) -> None:
+        self.remote = method
+
+
+class FakeIndex:
+    """The handle of the deployment Index, which is at a port, or does not answer the next call with a `problem`."""
+
+    deployment_name = "Index"
+
+    def __init__(self) -> None:
+        self.port, self.problem = 1, ""
+        self.place = Asked(self._place)
+
+    async def _place(self) -> IndexPlace:
+        problem, self.problem = self.problem, ""
+        if problem:
+            raise RuntimeError(problem)
+        return IndexPlace(f"redis://127.0.0.1:{self.port}")
+
+
 class FakeSupervisor:
     """A program that is there, and has drained, as soon as it is let; none can be started with a `problem`."""
 
     made: list[FakeSupervisor]
-    problem = ""
+    problem: str
     may_start: asyncio.Event
     may_end: asyncio.Event
+    ready: Callable[[FakeSupervisor, float], Awaitable[None]]
+
+    @classmethod
+    def reset(cls) -> None:
+        """No program yet; all may start and end."""
+        cls.made, cls.problem, cls.may_start, cls.may_end = [], "", asyncio.Event(), asyncio.Event()
+        cls.may_start.set()
+        cls.may_end.set()
+        cls.ready = AsyncMock()
 
     def __init__(self, settings: Any, host: str, index: Any) -> None:
         self.settings, self.host, self.index = settings, host, index
         self.has_ended = self.was_stopped = False
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.made.append(self)
 
     async def start(self) -> None:
@@ -41,11 +76,12 @@ class FakeSupervisor:
             raise ConfigError(self.problem)
 
     async def check(self) -> None:
+        await self.answers.wait()
         if self.has_ended:
             raise Unavailable("it ended with status 1")
 
     async def until_ready(self, timeout_seconds: float) -> None:
-        pass
+        await type(self).ready(self, timeout_seconds)
 
     async def stop(self) -> None:
         self.was_stopped = True
@@ -82,16 +118,17 @@ class DraftWorker(DraftReplica):
 
 
 @pytest.fixture
-async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OrchestratorReplica]:
+def index() -> FakeIndex:
+    return FakeIndex()
+
+
+@pytest.fixture
+async def replica(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OrchestratorReplica]:
     """A replica whose program runs."""
-    monkeypatch.setattr(app, "Supervisor", FakeSupervisor)
-    monkeypatch.setattr(FakeSupervisor, "made", [], raising=False)
-    monkeypatch.setattr(FakeSupervisor, "may_start", asyncio.Event(), raising=False)
-    monkeypatch.setattr(FakeSupervisor, "may_end", asyncio.Event(), raising=False)
-    FakeSupervisor.may_end.set()
-    monkeypatch.setattr(app, "PASSED_ON_SECONDS", 0.0)
-    FakeSupervisor.may_start.set()
-    made = Replica("redis://127.0.0.1:1", [])
+    for name, value in {"Supervisor": FakeSupervisor, "PASSED_ON_SECONDS": 0.0, "MOVED_SECONDS": 0.0}.items():
+        monkeypatch.setattr(app, name, value)
+    FakeSupervisor.reset()
+    made = Replica(index, [])
     await made.reconfigure({"program": {"host": "127.0.0.1"}})
     await made.check_health()
     yield made
@@ -127,11 +164,11 @@ async def test_an_ended_program_is_restarted_and_requests_wait(replica: Orchestr
 
 
 async def test_a_program_whose_index_has_moved_restarts_with_the_new_one(
-    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+    replica: OrchestratorReplica, index: FakeIndex
 ) -> None:
     """Serve learns nothing: it would replace the replica, in three checks and with another process."""
     (first,) = FakeSupervisor.made
-    monkeypatch.setattr(replica, "_source", "redis://127.0.0.1:2")
+    index.port = 2
     await replica.check_health()
     await restarted(replica)
     await replica.check_health()
@@ -143,10 +180,10 @@ async def test_a_program_whose_index_has_moved_restarts_with_the_new_one(
 
 
 async def test_streams_of_an_orchestrator_whose_index_has_moved_end_while_its_successor_serves(
-    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+    replica: OrchestratorReplica, index: FakeIndex
 ) -> None:
     FakeSupervisor.may_end.clear()
-    monkeypatch.setattr(replica, "_source", "redis://127.0.0.1:2")
+    index.port = 2
     await replica.check_health()
     await restarted(replica)
     assert not waits(replica._forwarder)
@@ -155,12 +192,12 @@ async def test_streams_of_an_orchestrator_whose_index_has_moved_end_while_its_su
 
 
 async def test_a_program_restarts_again_if_its_index_moves_again(
-    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+    replica: OrchestratorReplica, index: FakeIndex
 ) -> None:
     """It would wait forever at an address that does not answer."""
     FakeSupervisor.may_start.clear()
     for number in (2, 3):
-        monkeypatch.setattr(replica, "_source", f"redis://127.0.0.1:{number}")
+        index.port = number
         await replica.check_health()
         await until(lambda number=number: FakeSupervisor.made[-1].index.url.endswith(f":{number}"))
     FakeSupervisor.may_start.set()
@@ -172,52 +209,44 @@ async def test_a_program_restarts_again_if_its_index_moves_again(
 
 
 async def test_settings_that_arrive_while_the_index_is_replaced_apply_to_the_next_program(
-    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+    replica: OrchestratorReplica, index: FakeIndex
 ) -> None:
     """The orchestrator that is asked may be the one that ends: that is no reason to replace this replica as well."""
-    answers: list[Exception | IndexPlace] = [Unavailable("its replica has died"), IndexPlace("redis://127.0.0.1:2")]
-
-    async def placed(timeout_seconds: float) -> IndexPlace:
-        answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(replica, "_find_place", placed)
-    monkeypatch.setattr(app, "MOVED_SECONDS", 0.0)
+    index.problem, index.port = "its replica has died", 2
     await replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}})
     assert FakeSupervisor.made[-1].index.url == "redis://127.0.0.1:2"
 
 
 async def test_a_program_that_found_no_index_restarts_once_with_the_present_one(
-    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+    replica: OrchestratorReplica, index: FakeIndex
 ) -> None:
-    async def start(self: FakeSupervisor) -> None:
-        if self.index.url == "redis://127.0.0.1:1":
-            monkeypatch.setattr(replica, "_source", "redis://127.0.0.1:2")
-            raise ConfigError("--index-url: must be a Redis or Valkey that answers")
-
-    monkeypatch.setattr(FakeSupervisor, "start", start)
-    await replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}})
+    FakeSupervisor.may_start.clear()
+    FakeSupervisor.problem = "--index-url: must be a Redis or Valkey that answers"
+    FakeSupervisor.may_end.clear()
+    redeploying = asyncio.create_task(replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}}))
+    await until(lambda: len(FakeSupervisor.made) == 2)
+    index.port = 2
+    FakeSupervisor.may_start.set()
+    await until(lambda: FakeSupervisor.made[1].was_stopped)
+    FakeSupervisor.problem = ""
+    FakeSupervisor.may_end.set()
+    await redeploying
     assert [made.index.url[-1] for made in FakeSupervisor.made] == ["1", "1", "2"]
     assert not waits(replica._forwarder)
 
 
-async def test_a_silent_index_has_not_moved(replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def silent(timeout_seconds: float) -> None:
-        raise Unavailable("the deployment Index does not answer")
-
-    monkeypatch.setattr(replica, "_find_place", silent)
+async def test_a_silent_index_has_not_moved(replica: OrchestratorReplica, index: FakeIndex) -> None:
+    index.problem, index.port = "it does not answer", 2
     await replica.check_health()
     assert replica._restart is None
     assert len(FakeSupervisor.made) == 1
 
 
 async def test_a_program_that_does_not_start_with_the_new_index_is_left_to_serve(
-    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+    replica: OrchestratorReplica, index: FakeIndex
 ) -> None:
-    monkeypatch.setattr(replica, "_source", "redis://127.0.0.1:2")
-    monkeypatch.setattr(FakeSupervisor, "problem", "its port is in use")
+    index.port = 2
+    FakeSupervisor.problem = "its port is in use"
     await replica.check_health()
     await restarted(replica)
     for _ in range(3):
@@ -227,10 +256,10 @@ async def test_a_program_that_does_not_start_with_the_new_index_is_left_to_serve
 
 @pytest.mark.parametrize("problem", ["", "its port is in use"])
 async def test_a_program_that_ends_again_or_cannot_start_is_left_to_serve(
-    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch, problem: str
+    replica: OrchestratorReplica, problem: str
 ) -> None:
     """Nothing waits there any more: Serve would wait for it before it starts another replica."""
-    monkeypatch.setattr(FakeSupervisor, "problem", problem)
+    FakeSupervisor.problem = problem
     FakeSupervisor.made[-1].has_ended = True
     await replica.check_health()
     await restarted(replica)
@@ -271,21 +300,14 @@ async def test_new_settings_replace_a_program_that_is_being_restarted(replica: O
     assert not waits(replica._forwarder)
 
 
-async def test_a_check_overtaken_by_a_redeploy_ends_nothing(
-    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_check_overtaken_by_a_redeploy_ends_nothing(replica: OrchestratorReplica) -> None:
     (first,) = FakeSupervisor.made
-    silent = asyncio.Event()
-
-    async def check() -> None:
-        await silent.wait()
-        raise Unavailable("it has not answered for long")
-
-    monkeypatch.setattr(first, "check", check)
+    first.answers.clear()
+    first.has_ended = True
     checking = asyncio.create_task(replica.check_health())
     await asyncio.sleep(0)
     await replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}})
-    silent.set()
+    first.answers.set()
     await checking
     assert replica._restart is None
     await until(lambda: [made.was_stopped for made in FakeSupervisor.made] == [True, False])
@@ -311,18 +333,16 @@ async def test_streams_of_an_orchestrator_end_while_its_successor_serves(replica
     assert before._session.closed
 
 
-async def test_requests_wait_until_a_successor_has_a_target(
-    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_wait_until_a_successor_has_a_target(replica: OrchestratorReplica) -> None:
     """One that has never seen a target refuses them at once, and the same redeploy may restart the target."""
     has_target = asyncio.Event()
     limits: list[float] = []
 
-    async def until_ready(self: FakeSupervisor, timeout_seconds: float) -> None:
+    async def ready(_: FakeSupervisor, timeout_seconds: float) -> None:
         limits.append(timeout_seconds)
         await has_target.wait()
 
-    monkeypatch.setattr(FakeSupervisor, "until_ready", until_ready)
+    FakeSupervisor.ready = ready
     redeploying = asyncio.create_task(replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}}))
     await until(lambda: limits)
     assert waits(replica._forwarder)
@@ -333,22 +353,21 @@ async def test_requests_wait_until_a_successor_has_a_target(
 
 
 async def test_a_successor_whose_index_moves_does_not_wait_for_a_target(
-    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+    replica: OrchestratorReplica, index: FakeIndex
 ) -> None:
     """A redeploy that also moves the index finds its target at the new one: the next check starts the program there."""
     is_asked = asyncio.Event()
 
-    async def until_ready(self: FakeSupervisor, timeout_seconds: float) -> None:
+    async def ready(program: FakeSupervisor, _: float) -> None:
         is_asked.set()
-        if self.index.url == "redis://127.0.0.1:1":
+        if program.index.url == "redis://127.0.0.1:1":
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(FakeSupervisor, "until_ready", until_ready)
-    monkeypatch.setattr(app, "MOVED_SECONDS", 0.0)
+    FakeSupervisor.ready = ready
     redeploying = asyncio.create_task(replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}}))
     await is_asked.wait()
     assert not redeploying.done()
-    monkeypatch.setattr(replica, "_source", "redis://127.0.0.1:2")
+    index.port = 2
     await redeploying
     await replica.check_health()
     await restarted(replica)
@@ -387,13 +406,6 @@ class Head(TargetReplica):
         pass
 
 
-class Asked:
-    """A method of a replica, as its deployment's handle has it."""
-
-    def __init__(self, method: Callable[[], Awaitable[Any]]) -> None:
-        self.remote = method
-
-
 @pytest.mark.usefixtures("replica")
 async def test_stages_find_a_head_that_waits_for_them_and_restart_when_it_has_moved() -> None:
     """Serve asks only replicas that have started: the head would wait for its stages, and they for it."""
@@ -422,8 +434,8 @@ async def test_stages_find_a_head_that_waits_for_them_and_restart_when_it_has_mo
 
 
 @pytest.mark.usefixtures("replica")
-async def test_a_head_that_cannot_start_is_left_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeSupervisor, "problem", "its port is in use")
+async def test_a_head_that_cannot_start_is_left_to_serve() -> None:
+    FakeSupervisor.problem = "its port is in use"
     head = Head("redis://127.0.0.1:1", 2)
     await head.reconfigure({"program": {"host": "127.0.0.1", "model": "m", "port": 7421}})
     await restarted(head)
