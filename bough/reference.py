@@ -382,7 +382,7 @@ def drawing(tree: Tree, path: Sequence[int], decode: Callable[[list[int]], str])
     yield from below(0, "")
 
 
-def main() -> None:
+def main(line: Sequence[str] | None = None) -> None:
     """Continue a prompt with the demonstration's small model, and print the trees."""
     parser = FlagParser("bough.reference", description=main.__doc__)
     parser.add_argument("prompt")
@@ -391,7 +391,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sequoia", action="store_true", help="Sequoia's scheme; the temperature must be above 0")
-    options = parser.parse_args()
+    options = parser.parse_args(line)
     if options.max_tokens < 1 or not 0 <= options.seed < 2**64:
         parser.error("--max-tokens: must be at least 1, and --seed from 0 to 2**64 - 1")
     if not 1 <= options.nodes <= MAX_NODES:

@@ -169,12 +169,9 @@ def test_a_tree_is_drawn_with_its_accepted_nodes() -> None:
         (["Hi", "--temperature", "-1"], "--temperature: must be at least 0, or above 0 with --sequoia, got -1.0"),
     ],
 )
-def test_invalid_options_are_named(
-    arguments: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["reference", *arguments])
+def test_invalid_options_are_named(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        reference.main()
+        reference.main(arguments)
     assert ended.value.code == 2
     assert error in capsys.readouterr().err
 

@@ -135,9 +135,9 @@ def holds(report: Mapping[str, Any], on_gpu: bool) -> bool:
     return bool(is_right and (is_fast or not on_gpu))
 
 
-def main() -> None:
+def main(line: Sequence[str] | None = None) -> None:
     """Print results as they come, and one JSON line."""
-    arguments = _arguments()
+    arguments = _arguments(line)
     if not arguments.dry_run_on_cpu and not torch.cuda.is_available():
         print("error: torch finds no GPU; --dry-run-on-cpu tests the check itself in miniature", file=sys.stderr)
         raise SystemExit(2)
@@ -168,7 +168,7 @@ def _roomy(sizes: Sizes) -> Path | None:
     return RAM_DISK if is_roomy else None
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(line: Sequence[str] | None) -> argparse.Namespace:
     parser = FlagParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=80, help="layers of the target, as far as memory holds")
     parser.add_argument("--device-memory", type=parse_bytes, default=24 * 1000**3, help="limit of the GPU memory")
@@ -178,7 +178,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="folder for models (default: in memory, if there is room)")
     parser.add_argument("--report", type=Path, help="file for the report, rewritten as results come")
     parser.add_argument("--dry-run-on-cpu", action="store_true", help="test the check itself in miniature")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(line)
     unknown = set(filter(None, arguments.parts.split(","))) - {part.name for part in WORK}
     if unknown:
         parser.error(f"--parts must be of {', '.join(part.name for part in WORK)}, got {', '.join(sorted(unknown))}")

@@ -173,7 +173,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def read_arguments() -> argparse.Namespace:
+def read_arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; exits with a one-line message if it is invalid."""
     parser = FlagParser(description=__doc__)
     add = parser.add_argument
@@ -201,7 +201,7 @@ def read_arguments() -> argparse.Namespace:
     add("--slo-tpot", type=positive, help="longest time per token for goodput (default: any)")
     add("--html", default="loadtest-report.html", help="file for locust's report")
     add("--seed", type=int, default=1)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(line)
     if arguments.address and not arguments.http and "http" in arguments.doors:
         parser.error("--http: missing; must be given with --address, or --doors must be grpc")
     if arguments.http and not arguments.address and "grpc" in arguments.doors:
@@ -212,13 +212,13 @@ def read_arguments() -> argparse.Namespace:
     return arguments
 
 
-def main() -> int:
+def main(line: Sequence[str] | None = None) -> int:
     """Print one JSON line, and return the exit status: 1 if requests failed or none was finished.
 
     It is 2, with a one-line message, if the test itself could not run.
     """
     try:
-        figures = asyncio.run(run(read_arguments()))
+        figures = asyncio.run(run(read_arguments(line)))
     except BoughError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ from loadtest.gpu.work import pipeline
 
 def test_the_check_reports_a_missing_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu_check"])
     with pytest.raises(SystemExit) as ended:
-        gpu_check.main()
+        gpu_check.main([])
     assert ended.value.code == 2
     assert "error: torch finds no GPU" in capsys.readouterr().err
 
@@ -34,9 +32,8 @@ def test_missing_inputs_of_the_sizer_are_named_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_check, "find_spec", lambda _: None)
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu"])
     with pytest.raises(SystemExit) as ended:
-        gpu_check.main()
+        gpu_check.main(["--dry-run-on-cpu"])
     assert ended.value.code == 2
     assert "error: the package simpy is missing" in capsys.readouterr().err
 
@@ -48,32 +45,27 @@ def test_every_weight_format_is_measured() -> None:
 
 def test_an_interrupted_check_cleans_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A test process would keep the GPU, and gigabytes in memory."""
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--folder", str(tmp_path)])
     monkeypatch.setattr(gpu_check, "check", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as ended:
-            gpu_check.main()
+            gpu_check.main(["--dry-run-on-cpu", "--folder", str(tmp_path)])
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 128 + signal.SIGTERM
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_part_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--parts", "draft,drafts"])
+def test_an_unknown_part_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        gpu_check.main()
+        gpu_check.main(["--dry-run-on-cpu", "--parts", "draft,drafts"])
     assert "--parts must be of device, attention, " in (told := capsys.readouterr().err)
     assert "got drafts; see" in told
 
 
-def test_a_missing_folder_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--folder", str(tmp_path / "none")])
+def test_a_missing_folder_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"--folder must be a folder that exists, got '.*none'"):
-        gpu_check.main()
+        gpu_check.main(["--dry-run-on-cpu", "--folder", str(tmp_path / "none")])
 
 
 def test_results_are_kept_if_the_check_is_interrupted(
@@ -88,16 +80,14 @@ def test_results_are_kept_if_the_check_is_interrupted(
         raise SystemExit(128 + signal.SIGTERM)
 
     file = tmp_path / "report.json"
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--report", str(file)])
     monkeypatch.setattr(gpu_check, "results_of", cut_off)
     with pytest.raises(SystemExit):
-        gpu_check.main()
+        gpu_check.main(["--dry-run-on-cpu", "--report", str(file)])
     report = json.loads(file.read_text())
     assert (report["device"], report["sweeps"]) == ("a GPU", rows)
     assert (report["failed"], report["is_cut_off"], report["ok"]) == ({"attention": "wrong"}, True, False)
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--report", str(tmp_path / "nowhere" / "report.json")])
     with pytest.raises(SystemExit):
-        gpu_check.main()
+        gpu_check.main(["--report", str(tmp_path / "nowhere" / "report.json")])
     assert "--report must be in a folder that exists, got" in capsys.readouterr().err
 
 
@@ -118,14 +108,11 @@ def test_experts_are_compared_in_the_products_rows(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.long
-def test_a_dry_run_covers_every_part(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_dry_run_covers_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (models := tmp_path / "models").mkdir()
     told = tmp_path / "report.json"
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--folder", str(models), "--report", str(told)])
     with pytest.raises(SystemExit) as ended:
-        gpu_check.main()
+        gpu_check.main(["--dry-run-on-cpu", "--folder", str(models), "--report", str(told)])
     assert ended.value.code == 0
     *printed, last = capsys.readouterr().out.splitlines()
     report, by_part = json.loads(last), dict[str, object]()

@@ -211,19 +211,17 @@ def test_the_result_of_a_climb_is_reported(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_load_is_refused_by_its_flag(
-    flags: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A negative rate was as many requests as the machine could send; no seconds were a test without end."""
-    monkeypatch.setattr(sys, "argv", ["loadtest.locust", *flags])
     with pytest.raises(SystemExit) as ended:
-        main()
+        main(flags)
     assert ended.value.code == 2
     assert f"error: {text}" in capsys.readouterr().err
 
 
-def test_an_invalid_profile_gives_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["loadtest.locust", "--simulate", "rtx9999"])
-    assert main() == 2
+def test_an_invalid_profile_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--simulate", "rtx9999"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
@@ -232,19 +230,16 @@ def test_a_load_with_failed_requests_fails_the_command(
     finished: int, failed: int, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its status was 0 where every request had failed."""
-    monkeypatch.setattr(sys, "argv", ["loadtest.locust"])
     monkeypatch.setattr(
         "loadtest.locust.__main__.run", AsyncMock(return_value={"finished": finished, "failed": failed})
     )
-    assert main() == status
+    assert main([]) == status
 
 
-def test_users_climb_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_climb_as_far_as_needed() -> None:
     """To eight without a given maximum: two steps, after which no latency has risen."""
-    monkeypatch.setattr(sys, "argv", ["loadtest.locust", "--step-users", "4"])
-    assert read_arguments().users == MOST_USERS
-    monkeypatch.setattr(sys, "argv", ["loadtest.locust"])
-    assert read_arguments().users == 8
+    assert read_arguments(["--step-users", "4"]).users == MOST_USERS
+    assert read_arguments([]).users == 8
 
 
 class KeptAlive(BaseHTTPRequestHandler):
