@@ -56,6 +56,11 @@ async def head(tiny: Path) -> AsyncIterator[str]:
         yield address
 
 
+@pytest.fixture(autouse=True)
+def _room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_worker, "room_of", lambda *_: ROOM)  # which takes seconds to measure
+
+
 @asynccontextmanager
 async def served(service: object, servicer: object, access: Access = OPEN) -> AsyncIterator[str]:
     """A server of one service; its address."""
@@ -92,23 +97,18 @@ async def test_a_stage_that_differs_ends_with_the_field_and_both_values(
     head: str,
     tiny: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     flags: Callable[[Path, Path], list[str]],
     field: str,
     values: str,
 ) -> None:
-    monkeypatch.setattr(stage_worker, "room_of", lambda *_: ROOM)  # which takes seconds to measure
     config = config_of(tiny, "--stage-of", head, *flags(tiny, tmp_path))
     with pytest.raises(PairingError, match=rf"^{field}: must be {values} at 127.0.0.1:\d+$"):
         await serve_stage(config)
 
 
 @pytest.mark.parametrize("service", [TARGET, GENERATION])
-async def test_an_address_that_is_not_a_heads_is_refused(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, service: object
-) -> None:
+async def test_an_address_that_is_not_a_heads_is_refused(tiny: Path, service: object) -> None:
     """That of a target of one machine, or of an orchestrator."""
-    monkeypatch.setattr(stage_worker, "room_of", lambda *_: ROOM)
     async with served(service, TargetService() if service is TARGET else object()) as address:
         message = f"^--stage-of: must be the address of a target with --stages, got {address}$"
         with pytest.raises(NotFound, match=message):
@@ -116,11 +116,10 @@ async def test_an_address_that_is_not_a_heads_is_refused(
 
 
 async def test_a_wrong_worker_key_is_logged_while_the_stage_waits(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The key may be changed one machine at a time, so the stage does not end."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(stage_worker, "room_of", lambda *_: ROOM)
     files = [tmp_path / name for name in ("ours", "theirs")]
     for file, letter in zip(files, "ab", strict=True):
         file.touch(0o600)
@@ -133,10 +132,7 @@ async def test_a_wrong_worker_key_is_logged_while_the_stage_waits(
                 await until(lambda: "BOUGH_WORKER_KEY_FILE must have the same key on all machines" in caplog.text)
 
 
-async def test_a_stage_waits_for_a_head_that_does_not_listen(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(stage_worker, "room_of", lambda *_: ROOM)
+async def test_a_stage_waits_for_a_head_that_does_not_listen(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     nobody = f"127.0.0.1:{free_port('127.0.0.1')}"
     async with background(serve_stage(config_of(tiny, "--stage-of", nobody))):
         await until(lambda: f"the head at {nobody} does not answer: nothing listens there" in caplog.text)
