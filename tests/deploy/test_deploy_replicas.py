@@ -17,7 +17,7 @@ from bough.errors import ConfigError, Unavailable
 from bough.processes.child import Restarts
 from deploy import app, forward
 from deploy.app import DraftReplica, OrchestratorReplica, StageReplica, Supervising, TargetReplica, build
-from deploy.forward import Forwarder, WaitingForwarder
+from deploy.forward import Forwarder
 from deploy.index import HeadPlace, IndexPlace
 from deploy.settings import Role
 from tests.fakes.waiting import PATIENCE_SECONDS, until
@@ -135,9 +135,9 @@ async def replica(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     await made._end()
 
 
-def waits(forwarder: WaitingForwarder) -> bool:
+def waits(replica: OrchestratorReplica) -> bool:
     """Whether new requests would wait."""
-    return not forwarder._is_open.is_set()
+    return not replica._forwarder._is_open.is_set()
 
 
 async def restarted(replica: Supervising) -> None:
@@ -152,11 +152,11 @@ async def test_an_ended_program_is_restarted_and_requests_wait(replica: Orchestr
     for _ in range(3):  # as many as Serve needs to end it
         await replica.check_health()
         await asyncio.sleep(0)
-    assert waits(replica._forwarder)
+    assert waits(replica)
     FakeSupervisor.may_start.set()
     await restarted(replica)
     await replica.check_health()
-    assert not waits(replica._forwarder)
+    assert not waits(replica)
     assert first.was_stopped
     assert [(made.settings, made.host, made.index) for made in FakeSupervisor.made] == [
         (first.settings, "127.0.0.1", first.index)
@@ -176,7 +176,7 @@ async def test_a_program_whose_index_has_moved_restarts_with_the_new_one(
     assert [(made.settings, made.host, made.index.url) for made in FakeSupervisor.made] == [
         (first.settings, "127.0.0.1", f"redis://127.0.0.1:{number}") for number in (1, 2)
     ]
-    assert not waits(replica._forwarder)
+    assert not waits(replica)
 
 
 async def test_streams_of_an_orchestrator_whose_index_has_moved_end_while_its_successor_serves(
@@ -186,7 +186,7 @@ async def test_streams_of_an_orchestrator_whose_index_has_moved_end_while_its_su
     index.port = 2
     await replica.check_health()
     await restarted(replica)
-    assert not waits(replica._forwarder)
+    assert not waits(replica)
     assert [made.index.url[-1] for made in FakeSupervisor.made] == ["1", "2"]
     FakeSupervisor.may_end.set()
 
@@ -204,7 +204,7 @@ async def test_a_program_restarts_again_if_its_index_moves_again(
     await restarted(replica)
     await replica.check_health()
     assert [made.was_stopped for made in FakeSupervisor.made] == [True, True, False]
-    assert not waits(replica._forwarder)
+    assert not waits(replica)
     assert replica._place.url == "redis://127.0.0.1:3"
 
 
@@ -232,7 +232,7 @@ async def test_a_program_that_found_no_index_restarts_once_with_the_present_one(
     FakeSupervisor.may_end.set()
     await redeploying
     assert [made.index.url[-1] for made in FakeSupervisor.made] == ["1", "1", "2"]
-    assert not waits(replica._forwarder)
+    assert not waits(replica)
 
 
 async def test_a_silent_index_has_not_moved(replica: OrchestratorReplica, index: FakeIndex) -> None:
@@ -267,7 +267,7 @@ async def test_a_program_that_ends_again_or_cannot_start_is_left_to_serve(
     for _ in range(3):
         with pytest.raises((ConfigError, Unavailable), match=problem or "it ended with status 1"):
             await replica.check_health()
-    assert not waits(replica._forwarder)
+    assert not waits(replica)
     assert replica._forwarder._refusal
     assert len(FakeSupervisor.made) == 2
 
@@ -297,7 +297,7 @@ async def test_new_settings_replace_a_program_that_is_being_restarted(replica: O
     await replica.check_health()
     assert [made.was_stopped for made in FakeSupervisor.made] == [True, True, False]
     assert FakeSupervisor.made[-1].settings.config.max_running == 7
-    assert not waits(replica._forwarder)
+    assert not waits(replica)
 
 
 async def test_a_check_overtaken_by_a_redeploy_ends_nothing(replica: OrchestratorReplica) -> None:
@@ -319,7 +319,7 @@ async def test_streams_of_an_orchestrator_end_while_its_successor_serves(replica
     FakeSupervisor.may_end.clear()
     before = replica._forwarder._forwarder
     await replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}})
-    assert not waits(replica._forwarder)
+    assert not waits(replica)
     assert replica._forwarder._forwarder is not before
     await until(lambda: first.was_stopped)
     assert before is not None
@@ -345,10 +345,10 @@ async def test_requests_wait_until_a_successor_has_a_target(replica: Orchestrato
     FakeSupervisor.ready = ready
     redeploying = asyncio.create_task(replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}}))
     await until(lambda: limits)
-    assert waits(replica._forwarder)
+    assert waits(replica)
     has_target.set()
     await redeploying
-    assert not waits(replica._forwarder)
+    assert not waits(replica)
     assert limits[0] < forward.OPENING_SECONDS, "after which they are refused"
 
 
@@ -373,7 +373,7 @@ async def test_a_successor_whose_index_moves_does_not_wait_for_a_target(
     await restarted(replica)
     last = FakeSupervisor.made[-1]
     assert (last.index.url, last.settings.config.max_running) == ("redis://127.0.0.1:2", 7)
-    assert not waits(replica._forwarder)
+    assert not waits(replica)
 
 
 async def test_a_change_of_rank_restarts_nothing(replica: OrchestratorReplica) -> None:

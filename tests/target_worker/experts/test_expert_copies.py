@@ -59,18 +59,18 @@ class Rounds:
         self.store = ExpertStore(layers, num_slabs, self.copies)
         self.ring = DeviceRing(range(len(layers)), [size] * len(layers), FakeHost(size), streams, num_slabs=2)
         self.right: list[bool] = []
-        self._streams, self._num_layers = streams, len(layers)
+        self.streams, self._num_layers = streams, len(layers)
 
     def sweep(self, numbers: Sequence[int], until: int | None = None) -> None:
         """What is left of each layer comes through a ring in the same stream."""
         for layer in range(self._num_layers)[:until]:
             self.store.begin(layer)
             with self.ring.layer(layer) as slab:
-                self._streams.compute(lambda slab=slab, layer=layer: self.right.append(bool((slab == layer).all())))
+                self.streams.compute(lambda slab=slab, layer=layer: self.right.append(bool((slab == layer).all())))
                 self.store.expect(layer, numbers)
                 for number in numbers:
                     self._compute(Expert(layer, number))
-                self._streams.compute(lambda slab=slab, layer=layer: self.right.append(bool((slab == layer).all())))
+                self.streams.compute(lambda slab=slab, layer=layer: self.right.append(bool((slab == layer).all())))
 
     def restart(self) -> None:
         self.store.restart()
@@ -78,7 +78,7 @@ class Rounds:
 
     def _compute(self, expert: Expert) -> None:
         for data in self.store.bytes_of(expert, 0):
-            self._streams.compute(lambda data=data: self.right.append(bool((data == self.numbers[expert]).all())))
+            self.streams.compute(lambda data=data: self.right.append(bool((data == self.numbers[expert]).all())))
 
 
 @contextmanager
@@ -111,11 +111,11 @@ def test_an_expert_is_complete_while_it_is_used(num_slabs: int, seed: int, layer
 
 def test_a_turn_is_queued_without_waiting_for_the_device(layers: dict[int, LayerExperts]) -> None:
     with rounds_of(layers, 6, 0) as rounds:
-        rounds._streams.hold(True)
+        rounds.streams.hold(True)
         rounds.sweep([0, 1, 2, 3, 4, 5])
         rounds.sweep([0, 1, 2])
         assert not rounds.right
-        rounds._streams.hold(False)
+        rounds.streams.hold(False)
 
 
 def test_present_experts_are_not_copied_again_and_few_are_prefetched(
@@ -127,17 +127,17 @@ def test_present_experts_are_not_copied_again_and_few_are_prefetched(
     with rounds_of(layers, 24, 0) as rounds:
         for _ in range(5):
             rounds.sweep(range(6))
-        rounds._streams.compute_event().synchronize()
+        rounds.streams.compute_event().synchronize()
         assert rounds.traffic.figures().link_bytes == 24 * size
     with rounds_of(layers, 12, 0) as rounds:
         assert rounds.copies.max_prefetches == 2
         for _ in range(5):
             rounds.sweep(range(6))
-        rounds._streams.compute_event().synchronize()
-        rounds._streams.hold(True)
+        rounds.streams.compute_event().synchronize()
+        rounds.streams.hold(True)
         rounds.sweep(range(6), until=1)
         assert rounds.copies.max_prefetches == 0
-        rounds._streams.hold(False)
+        rounds.streams.hold(False)
 
 
 class WholeLayers(NamedTuple):
