@@ -59,10 +59,10 @@ class BatchDelay:
         self._callers: dict[str, _Caller] = {}
 
     def swept(self, seconds: float) -> None:
-        self._longest, self._began = self._max_delay * seconds, None
+        self._longest = self._max_delay * seconds
 
     def begins(self) -> None:
-        """Note that a sweep begins: one beside it waits anew."""
+        """Note that a sweep begins: the next one waits anew."""
         self._began = None
 
     def answered(self, session_id: ScopedId, now: float, caller: str = "") -> None:

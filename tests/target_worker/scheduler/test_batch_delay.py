@@ -46,6 +46,14 @@ def test_a_wait_is_no_longer_than_its_gain(max_delay: float, away: float, now: f
     assert after_some_rounds(max_delay, away).seconds(now, HERE) == pytest.approx(expected)
 
 
+def test_a_wait_is_no_longer_if_a_sweep_in_flight_ends_meanwhile() -> None:
+    batch_delay = after_some_rounds(0.25, away=2.0)
+    assert batch_delay.seconds(5000.0, HERE) == 2.5
+    batch_delay.swept(10.0)
+    batch_delay.answered("c", 5002.0)
+    assert batch_delay.seconds(5002.0, HERE) == 0.5
+
+
 def test_a_session_that_left_is_not_waited_for() -> None:
     batch_delay = after_some_rounds(0.5, away=2.0)
     batch_delay.left("a")
@@ -99,6 +107,7 @@ def test_a_new_session_is_waited_for_once() -> None:
     told(batch_delay, "1", 5002.0, num_running=3)
     assert batch_delay.seconds(5002.0, {"o": 2}) > 0.0
     assert batch_delay.seconds(5005.0, {"o": 2}) == 0.0, "the other one takes longer"
+    batch_delay.begins()
     batch_delay.swept(10.0)
     for who in ("0", "1"):
         batch_delay.answered(who, 5020.0, "o")
