@@ -78,12 +78,13 @@ class SharedSweeps:
         If more may follow it at once, calls are divided among them where that answers all sooner.
         """
         self.calls.copy_prefix()
-        self.delay.begins()
         jobs, num_left = self.calls.ready(), self._most_in_flight - num_in_flight
         parts = self._choose(jobs, num_in_flight + 1)
         if self._is_worth_dividing(parts, num_left):
             first = [part.job for part in parts[: -(-len(parts) // num_left)]]
             parts = self._choose(first, self._most_in_flight)
+        else:  # what was divided has waited together
+            self.delay.begins()
         for job in jobs:
             job.num_sweeps_skipped += 1
         return parts

@@ -258,13 +258,13 @@ def test_random_sessions_keep_their_texts() -> None:
                         rounds.pop(name)
 
 
+DIVIDED = TargetLimits(rows=1, max_sweep_tokens=64, max_nodes=16, max_context=48)
 LINEAR, FLAT = CostCurve((1, 101), (0.1, 10.1)), CostCurve((1, 101), (1.0, 1.1))
 
 
 @pytest.mark.parametrize(("curve", "num_chosen"), [(LINEAR, 2), (FLAT, 4)])
 def test_calls_are_divided_among_sweeps_where_that_answers_them_sooner(curve: CostCurve, num_chosen: int) -> None:
-    limits = TargetLimits(rows=1, max_sweep_tokens=64, max_nodes=16, max_context=48)
-    sweeps = SharedSweeps(new_pool(Clock(), 8 * 64), limits, SweepTimes(1, 64, curve), 1, 0.0, most_in_flight=2)
+    sweeps = SharedSweeps(new_pool(Clock(), 8 * 64), DIVIDED, SweepTimes(1, 64, curve), 1, 0.0, most_in_flight=2)
     for session in ("a", "bb", "ccc", "dddd"):
         sweeps.calls.admit(call_of(session, 1, 0), Future(), 0)
     parts = sweeps.choose()
@@ -274,9 +274,28 @@ def test_calls_are_divided_among_sweeps_where_that_answers_them_sooner(curve: Co
     assert len(sweeps.choose(1)) == 4 - num_chosen
 
 
+def test_the_second_half_of_calls_that_were_divided_does_not_wait_anew() -> None:
+    """A sweep of all of them would have begun, however long another session still drafts."""
+    sweeps = SharedSweeps(new_pool(Clock(), 8 * 64), DIVIDED, SweepTimes(1, 64, LINEAR), 1, 1.0, most_in_flight=2)
+    delay, away = sweeps.delay, ScopedId("away")
+    delay.swept(10.0)
+    delay.answered(away, 0.0)
+    delay.arrived(away, 9.0)
+    for session in ("a", "bb", "ccc", "dddd"):
+        sweeps.calls.admit(call_of(session, 1, 0), Future(), 0)
+        delay.arrived(ScopedId(session), 13.0, num_running=5)
+    for now, waits in ((14.0, 10.0), (23.0, 1.0), (24.0, 0.0)):
+        delay.answered(away, now)
+        assert sweeps.wait_seconds(now) == waits
+    for part in sweeps.choose():
+        part.job.session.slot.num_in_sweep = part.num_tokens
+    assert len(sweeps.calls.ready()) == 2
+    assert sweeps.wait_seconds(24.0) == 0.0
+    assert len(sweeps.choose(1)) == 2
+
+
 def test_sweep_times_are_learnt_by_the_number_in_flight() -> None:
-    limits = TargetLimits(rows=1, max_sweep_tokens=64, max_nodes=16, max_context=48)
-    sweeps = SharedSweeps(new_pool(Clock(), 8 * 64), limits, SweepTimes(1, 64, FLAT), 1, 0.0, most_in_flight=2)
+    sweeps = SharedSweeps(new_pool(Clock(), 8 * 64), DIVIDED, SweepTimes(1, 64, FLAT), 1, 0.0, most_in_flight=2)
     for _ in range(20):
         sweeps.observe_times(16, 1.0, 0.0, 0)
         sweeps.observe_times(16, 1.7, 0.0, 0, num_in_flight=2)
