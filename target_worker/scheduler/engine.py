@@ -104,7 +104,8 @@ class SharedSweeps:
         knee = max(times.knee, self._chunk)  # `chunk` rows are computed together, so it cannot be lower
         cost = times.curve()
         make_fit(jobs, cost, recent, most)
-        parts = choose_shared(jobs, most, knee, self._least_shared, cost or (lambda _: 0.0))
+        in_flight = [job for job in self.calls if job.num_in_sweep]
+        parts = choose_shared(jobs, most, knee, self._least_shared, cost or (lambda _: 0.0), in_flight)
         share_rows(parts, cost, recent, most)
         return parts
 
@@ -190,6 +191,7 @@ class SweepEngine:
         self._sweeps = SharedSweeps(pool, limits, times, sweeper.rows.most, max_delay, most_in_flight)
         self._calls, self._delay = self._sweeps.calls, self._sweeps.delay
         self._in_flight, self._most_in_flight = list[_Sweep](), most_in_flight
+        self._all_gain = False  # all waiting calls gain by waiting for a sweep in flight
         self._stall, self._progress, self._lost_kv = StallTimer(), progress, lost_kv
         self._inbox = Inbox(SHUT_DOWN)
         self._idle_since = time.monotonic()
@@ -288,6 +290,7 @@ class SweepEngine:
         while self._run_commands():
             if parts := self._prepare():
                 self._sweep(parts)
+            self._all_gain = bool(self._in_flight) and not parts
         self._calls.drop_all(Unavailable(SHUT_DOWN))
         self._inbox.end()
 
@@ -298,11 +301,12 @@ class SweepEngine:
 
     def _wait_seconds(self) -> float | None:
         is_full = len(self._in_flight) == self._most_in_flight
-        return None if is_full else self._sweeps.wait_seconds(time.perf_counter())
+        return None if is_full or self._all_gain else self._sweeps.wait_seconds(time.perf_counter())
 
     def _admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
         if future.cancelled():
             return
+        self._all_gain = False
         self._calls.admit(call, future, arrived_ns)  # a refused call says nothing about its session
         self._delay.arrived(call.context.session_id, arrived_ns * NANO, call.caller, call.num_running)
 
@@ -353,6 +357,7 @@ class SweepEngine:
         except Exception as exc:  # the thread must survive any error; callers get it
             self._failed(sweep, exc)
         self._in_flight.remove(sweep)
+        self._all_gain = False
         self._idle_since = time.monotonic()
         self.num_running -= len(sweep.parts)
         self.num_passes += 1

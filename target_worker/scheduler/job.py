@@ -81,9 +81,9 @@ class VerifyJob:
         return len(self.tree)
 
     @property
-    def is_in_sweep(self) -> bool:
-        """Whether a sweep in flight has a part of it."""
-        return self.session.slot.num_in_sweep > 0
+    def num_in_sweep(self) -> int:
+        """Its rows in a sweep in flight; 0 if there is none."""
+        return self.session.slot.num_in_sweep
 
     @property
     def is_wanted(self) -> bool:

@@ -24,19 +24,25 @@ class _Follower(NamedTuple):
     def gain(self, parts: dict[int, Part[VerifyJob]]) -> int:
         """Tokens that it can copy after a sweep of `parts`."""
         part = parts.get(id(self.leader))
-        reached = self.leader.num_cached + (part.num_context if part is not None else 0)
+        reached = self.leader.num_cached + (part.num_context if part is not None else self.leader.num_in_sweep)
         return max(0, whole_blocks(min(self.num_common, reached)) - self.job.num_cached)
 
 
 def choose_shared(
-    jobs: Sequence[VerifyJob], max_tokens: int, knee: float, min_tokens: int, sweep_seconds: Callable[[int], float]
+    jobs: Sequence[VerifyJob],
+    max_tokens: int,
+    knee: float,
+    min_tokens: int,
+    sweep_seconds: Callable[[int], float],
+    in_flight: Sequence[VerifyJob] = (),
 ) -> list[Part[VerifyJob]]:
     """Choose the parts of one sweep; common prefixes of at least `min_tokens` tokens are computed once.
 
-    `sweep_seconds` predicts the time of a sweep from its number of tokens.
+    `sweep_seconds` predicts the time of a sweep from its number of tokens. Nothing is chosen if all calls gain by
+    waiting for those `in_flight`.
     """
     alone = choose(jobs, max_tokens, knee)
-    followers = _followers(jobs, min_tokens)
+    followers = _followers(jobs, min_tokens, in_flight)
     while followers:
         waiting = {id(follower.job) for follower in followers}
         parts = choose([job for job in jobs if id(job) not in waiting], max_tokens, knee)
@@ -47,9 +53,9 @@ def choose_shared(
     return alone
 
 
-def _followers(jobs: Sequence[VerifyJob], min_tokens: int) -> list[_Follower]:
+def _followers(jobs: Sequence[VerifyJob], min_tokens: int, in_flight: Sequence[VerifyJob]) -> list[_Follower]:
     """Calls that share a long prefix with one that is further ahead or came earlier."""
-    leaders: list[VerifyJob] = []
+    leaders = [job for job in in_flight if job.num_remaining]
     followers = []
     for job in sorted((job for job in jobs if job.num_remaining), key=lambda job: -job.num_cached):
         tokens = job.text.array

@@ -43,7 +43,7 @@ class CallQueue:
 
     def ready(self) -> list[VerifyJob]:
         """The jobs that the next sweep may have parts of, in order of arrival."""
-        return [job for job in self if not job.is_in_sweep]
+        return [job for job in self if not job.num_in_sweep]
 
     def admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
         """Admit a call, or answer it at once if its answer is known.

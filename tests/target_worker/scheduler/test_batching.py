@@ -24,6 +24,7 @@ class Call:
     text: Text
     num_nodes: int = 1
     num_cached: int = 0
+    num_in_sweep: int = 0
     num_sweeps_skipped: int = 0
     sweeps: list[int] = field(default_factory=list)  # of which it had a part
     answered: int | None = None

@@ -103,7 +103,7 @@ def two_in_flight(
 
 def assert_accepted(result: VerifyResult, length: int) -> None:
     assert result.verdict.accepted_nodes == (1, 3), "the right path of GUESSES"
-    assert result.cached_length <= length + 2
+    assert result.held_length == length + 2
 
 
 def test_a_sweep_begins_while_another_is_away_and_a_third_waits() -> None:
@@ -218,6 +218,26 @@ def test_a_sweep_that_fails_while_another_is_away_ends_only_its_own_calls(error:
         assert_accepted(again.result(10), 4)
 
 
+def test_a_prefix_that_a_sweep_in_flight_computes_is_not_computed_again() -> None:
+    """The other call waits for its blocks, although a second sweep could begin."""
+    limits = replace(STEPS, max_sweep_tokens=64, max_context=200)
+    with two_in_flight(500, limits=limits) as target:
+        first = target.verify("a", 150)
+        target.wait_for(1)
+        second = target.verify("b", 150)
+        target.settled()
+        for number in range(2):
+            target.wait_for(number + 1)
+            assert target.sweeper.begun[number:] == [["a"]]
+            target.back(number)
+        target.wait_for(3)
+        assert sorted(target.sweeper.begun[2]) == ["a", "b"]
+        target.back(2)
+        assert_accepted(first.result(10), 150)
+        assert_accepted(second.result(10), 150)
+        assert second.result(10).cached_length == 128, "whole blocks of what the other has computed"
+
+
 def test_calls_that_wait_when_the_engine_stops_are_refused() -> None:
     with two_in_flight() as target:
         away = target.verify("a", 4)
@@ -232,12 +252,13 @@ def test_random_sessions_keep_their_texts() -> None:
     rng = np.random.default_rng(5)
     with two_in_flight(num_rows=3 * 48, lease_seconds=0.0) as target:
         lengths, rounds, waiting = dict[str, int](), dict[str, int](), dict[str, Future[VerifyResult]]()
+        sent: dict[str, int] = {}
         num_back = num_answers = 0
         while num_answers < 60:
             name = "x" * int(rng.integers(1, 7))
             if name not in waiting and lengths.get(name, 0) < 40:
                 held = lengths.get(name, 0)
-                length = held + 1 if held else int(rng.integers(3, 30))
+                sent[name] = length = held + 1 if held else int(rng.integers(3, 30))
                 rounds[name] = rounds.get(name, -1) + 1
                 waiting[name] = target.verify(name, length, held=held, round_=rounds[name])
             target.settled()
@@ -249,7 +270,7 @@ def test_random_sessions_keep_their_texts() -> None:
                     del waiting[name]
                     if future.exception() is None:
                         num_answers += 1
-                        assert_accepted(future.result(), 48)
+                        assert_accepted(future.result(), sent[name])
                         lengths[name] = future.result().held_length
                     else:  # its slot was taken
                         assert isinstance(future.exception(), BoughError)
