@@ -235,7 +235,8 @@ def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tens
     up = _products(module, "gate_up_proj" if module.has_gate else "up_proj", expert, padded, len(rows))
     inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)  # type: ignore[operator]
     out = _products(module, "down_proj", expert, inner, len(rows))
-    out = module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[operator]
+    if getattr(module, "has_post_expert_norm", False):  # unknown to transformers before 5.20
+        out = module.post_expert_norm(out)  # type: ignore[operator]
     return out[: len(rows)]
 
 
