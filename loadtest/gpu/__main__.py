@@ -9,9 +9,11 @@ orchestrator's sizer chooses for published acceptance are swept, and the demonst
 
 The check installs nothing. It needs what a target worker and `bough plan` need, with torch for CUDA and a C compiler,
 and takes most of the free host memory. It ends within `--seconds`, with tables and one JSON line. A part that fails,
-hangs or ends its process is listed under `failed`; its partial results and the other parts' are kept. The most
-informative parts come first. `--report` is rewritten whenever there are more figures. The exit status is 2 without a
+hangs or ends its process is listed under `failed`; its partial results and the other parts' are kept. One that this
+machine cannot run is listed under `skipped`. All parts first run in miniature. Then the most
+informative ones come first. `--report` is rewritten whenever there are more figures. The exit status is 2 without a
 GPU, and 1 if a check failed. `--dry-run-on-cpu` tests the check itself in miniature; its figures mean nothing.
+`carry.sh` collects what a machine without a network needs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import torch
 from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_bytes
 from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
-from loadtest.gpu.supervised import results_of
+from loadtest.gpu.supervised import is_outcome, results_of
 from loadtest.gpu.work import WORK
 
 PARTS = ("unpacking", "contexts", "recurrence", "draft", "sweeps", "chosen", "memory")  # parts whose results are rows
@@ -85,7 +87,9 @@ def check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
     def report_of(found: dict[str, Any], failed: dict[str, str]) -> dict[str, Any]:
         report = merged(found) | {"layers_asked": arguments.layers, "failed": failed}
-        return report | {"ok": not failed and holds(report, on_gpu=not arguments.dry_run_on_cpu)}
+        report["skipped"] = {name: value["skipped"] for name, value in found.items() if is_outcome(value, "skipped")}
+        is_right = holds(report, on_gpu=not arguments.dry_run_on_cpu) and holds(merged(found.get("smoke", {})), False)
+        return report | {"ok": not failed and is_right}
 
     def note(found: dict[str, Any], failed: dict[str, str]) -> None:
         write(arguments.report, report_of(found, failed) | {"is_cut_off": True})
@@ -102,13 +106,14 @@ def write(file: Path | None, report: Mapping[str, Any]) -> None:
 
 
 def merged(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the parts' results by subject."""
+    """Merge the results by subject of the parts that ran."""
     report: dict[str, Any] = {}
     for name, value in found.items():
+        if is_outcome(value, "skipped") or is_outcome(value, "error"):
+            continue
         has_subjects = name in ("device", "copying") or name.startswith("target ")
         for subject, figures in value.items() if has_subjects else [(name, value)]:
-            if figures is not None:
-                report[subject] = report.get(subject, []) + figures if isinstance(figures, list) else figures
+            report[subject] = report.get(subject, []) + figures if isinstance(figures, list) else figures
     return report
 
 

