@@ -56,7 +56,7 @@ def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
         partial.replace(file)
-    except Exception as exc:
+    except BaseException as exc:
         with suppress(OSError):  # report the first error
             partial.unlink(missing_ok=True)
         if not isinstance(exc, OSError | SafetensorError):
