@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ from bough.model.running.host_embeddings import host_bytes
 from bough.model.sizes.memory_budget import activation_bytes, resident_bytes
 from bough.model.sizes.target_limits import TargetLimits
 from bough.sizing.placement import Budgets, Fixed, Placement, Tier, place
-from loadtest.common.packed_model import GROUP, quantization
 from target_worker.kv.kv_offload import OffloadedKV
 from target_worker.link.layer_extents import LayerExtents, plan_layer
 from target_worker.link.streams import DeviceStreams
@@ -30,6 +30,7 @@ from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.tiers import Tiers
 
 LINK_THREADS = 8
+GROUP = 128  # inputs that share a scale and a zero, as in published checkpoints
 LAYER_NAME = re.compile(r"(.*\.layers\.)(\d+)(\..*)")
 
 
@@ -52,7 +53,7 @@ class Machine:
 def write_random(folder: Path, config: PretrainedConfig, device: torch.device, is_packed: bool = False) -> Checkpoint:
     """Write a model of random bfloat16 weights, one file for each layer and one for the rest.
 
-    With `is_packed` its layers' matrices are random numbers of 4 bits, as quantizing a layer of a 70B takes long.
+    With `is_packed` its layers' matrices are random numbers in AWQ's format, as quantizing a layer of a 70B takes long.
     """
     # There are no weights to initialise, and initialising would import torch's compiler.
     with init_empty_weights(), initialization.no_init_weights():
@@ -77,16 +78,21 @@ def write_random(folder: Path, config: PretrainedConfig, device: torch.device, i
     config.save_pretrained(folder)
     if is_packed:
         config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"] = quantization(4)
+        config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
         (folder / "config.json").write_text(json.dumps(config))
     return Checkpoint.open(folder)
 
 
 def _packed(name: str, outputs: int, inputs: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """A matrix in 4 bits, of numbers of about the size of those in 16."""
-    numbers = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device).view(torch.int32)
-    scales = (torch.rand(outputs, inputs // GROUP, device=device) * 0.008).half()
-    return {f"{name}_packed": numbers.cpu(), f"{name}_scale": scales.cpu()}
+    """A matrix in AWQ's 4 bits, of numbers of about the size of those in 16."""
+    num_groups = inputs // math.gcd(inputs, GROUP)  # a miniature's inputs are fewer than a group
+    numbers, zeros = (
+        torch.randint(0, 256, (rows, outputs // 2), dtype=torch.uint8, device=device).view(torch.int32)
+        for rows in (inputs, num_groups)
+    )
+    scales = (torch.rand(num_groups, outputs, device=device) * 0.006).half()
+    stem = name.removesuffix("weight")
+    return {f"{stem}qweight": numbers.cpu(), f"{stem}qzeros": zeros.cpu(), f"{stem}scales": scales.cpu()}
 
 
 def repeated(checkpoint: Checkpoint, num_layers: int, folder: Path) -> Checkpoint:

@@ -18,12 +18,15 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from transformers import LlamaConfig
 
 from bough.config.cache_paths import PACKAGE
+from bough.model.loading.loading import build_skeleton
+from bough.model.quant.awq import AwqFormat
 from bough.model.quant.formats import FORMATS, SAMPLES
 from loadtest.gpu import __main__ as gpu_check
 from loadtest.gpu import work
-from loadtest.gpu.random_models import Machine
+from loadtest.gpu.random_models import Machine, planned, write_random
 from loadtest.gpu.sizes import MINIATURE, REAL
 from loadtest.gpu.supervised import Part
 from loadtest.gpu.work import pipeline
@@ -114,6 +117,17 @@ def test_experts_are_compared_in_the_products_rows(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(work, "experts", lambda _, rows, *__: rows)
     acts = {part.name: act for part, act in work.WORK.items()}
     assert acts["experts"](work.Bench(torch.device("cpu"), MINIATURE, tmp_path, 1, 0, 0)) == 256
+
+
+def test_the_target_in_4_bits_has_the_bytes_of_a_published_one(tmp_path: Path) -> None:
+    """It had a fifth more, and was compared with figures of AWQ."""
+    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=1, vocab_size=32)
+    checkpoint = write_random(tmp_path / "model", config, torch.device("cpu"), is_packed=True)
+    skeleton = build_skeleton(checkpoint, torch.float16)
+    assert isinstance(skeleton.quantization, AwqFormat)
+    (layer,) = planned(skeleton)
+    bits = 8 * (layer.num_bytes - 2 * 2 * config.hidden_size) / (4 * 256**2 + 3 * 256 * 512)
+    assert bits == pytest.approx(4 + (16 + 4) / 128, abs=0.05)  # parts begin at whole words
 
 
 def test_a_demonstration_without_its_model_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
