@@ -44,16 +44,16 @@ async def client(url: str) -> AsyncIterator[Any]:
 async def test_a_tool_is_called_and_its_result_is_answered(client: Any) -> None:
     model = (await client.models.list()).data[0].id
     asked = {"model": model, "temperature": 0, "tools": TOOLS, "max_completion_tokens": 60}
-    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        one = asked | {"messages": [QUESTION], "tool_choice": choice, "parallel_tool_calls": False}
-        message = (await client.chat.completions.create(**one)).choices[0].message
-        (call,) = message.tool_calls
-        assert call.function.name == "weather"
-        assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
-        async with client.chat.completions.stream(**one) as stream:
-            final = (await stream.get_final_completion()).choices[0]
-        assert final.finish_reason == "tool_calls"
-        assert final.message.tool_calls[0].function.arguments == call.function.arguments
+    one = asked | {"messages": [QUESTION], "parallel_tool_calls": False}
+    message = (await client.chat.completions.create(**one, tool_choice="required")).choices[0].message
+    (call,) = message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    named = {"type": "function", "function": {"name": "weather"}}
+    async with client.chat.completions.stream(**one, tool_choice=named) as stream:
+        final = (await stream.get_final_completion()).choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert final.message.tool_calls[0].function.arguments == call.function.arguments
     result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
     answer = await client.chat.completions.create(**asked, messages=[QUESTION, message, result], tool_choice="none")
     assert answer.choices[0].message.content
