@@ -47,7 +47,7 @@ class TargetLoad(NamedTuple):
     """The load of a target at a moment."""
 
     pool: PoolFigures
-    num_running: int  # calls in the current sweep
+    num_running: int  # calls in sweeps in flight
     num_waiting: int  # other unanswered calls
 
 
@@ -59,7 +59,7 @@ class LoadCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         pool, num_running, num_waiting = self._load()
-        yield self._gauge("vllm:num_requests_running", "Calls in the sweep under way", num_running)
+        yield self._gauge("vllm:num_requests_running", "Calls in the sweeps under way", num_running)
         yield self._gauge("vllm:num_requests_waiting", "Calls that wait for a sweep", num_waiting)
         usage = pool.held_bytes / max(1, pool.num_bytes)  # a head without attention has states alone
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV memory that cannot be taken from a session", usage)

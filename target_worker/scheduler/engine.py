@@ -217,7 +217,7 @@ class SweepEngine:
         return future
 
     def stop(self) -> None:
-        """End the thread after the current sweep; waiting and later calls raise Unavailable."""
+        """End the thread once it does not compute; calls without an answer, and later ones, raise Unavailable."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -261,7 +261,7 @@ class SweepEngine:
         return future
 
     def release(self, session_id: ScopedId, epoch: int = 0) -> Future[None]:
-        """Release a session after the current sweep.
+        """Release a session once the thread does not compute; a sweep in flight has no effect on it any more.
 
         With an `epoch`, the future raises StaleEpoch if the session has a newer one.
         """

@@ -35,7 +35,7 @@ def committed_rows(slot: Slot) -> int:
 
 
 class Arena:
-    """Hands out rows as slots. Slots may move whenever one is taken or resized, so never during a pass."""
+    """Hands out rows as slots. Slots may move whenever one is taken or resized, so never while layers compute."""
 
     def __init__(
         self,
