@@ -39,7 +39,16 @@ from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
 from loadtest.gpu.supervised import is_outcome, results_of
 from loadtest.gpu.work import WORK
 
-PARTS = ("unpacking", "contexts", "recurrence", "draft", "sweeps", "chosen", "memory")  # parts whose results are rows
+PARTS = (
+    "unpacking",
+    "contexts",
+    "recurrence",
+    "draft",
+    "sweeps",
+    "chosen",
+    "memory",
+    "profile",
+)  # parts whose results are rows
 
 
 def table(report: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ class Sizes:
     mixture: Mixture
     drafts: dict[str, LlamaConfig]  # by name; the published acceptance is that of the last one
     trees: tuple[int, ...]
+    profiled: tuple[int, ...]  # trees
     text_tokens: int  # of the text from which the sizer learns
     copy_bytes: int
     unpacked: tuple[tuple[int, int], tuple[int, int]]  # matrices (outputs, inputs) to compare and to time
@@ -85,6 +86,7 @@ REAL = Sizes(
     mixture=Mixture(layers=8, experts=64, chosen=8),
     drafts={"1B": _llama(2048, 8192, 32, 8, 16, 128_256), "8B": _llama(4096, 14336, 32, 8, 32, 128_256)},
     trees=(1, 256, 768, 64, 512),
+    profiled=(64, 1024),
     text_tokens=2000,
     copy_bytes=1 << 30,
     unpacked=((1024, 8192), (28672, 8192)),
@@ -103,6 +105,7 @@ MINIATURE = Sizes(
     mixture=Mixture(layers=3, experts=8, chosen=2),
     drafts={"tiny": _llama(*_TINY, 2, 256)},
     trees=(1, 8),
+    profiled=(8,),
     text_tokens=60,
     copy_bytes=1 << 20,
     unpacked=((128, 256), (128, 256)),

@@ -56,10 +56,13 @@ class Sweeps:
         """Seconds of one sweep."""
         return self.timed(tree)[0]
 
+    def batch(self, tree: Tree) -> Batch:
+        """The rows of a tree after the session's context."""
+        return Batch([Segment.tree(self._slot, CONTEXT, tree)], self.model.rows, self.model.device)
+
     def timed(self, tree: Tree) -> tuple[float, float]:
         """Seconds of one sweep, and seconds of waiting for layers in it."""
-        model = self.model
-        batch = Batch([Segment.tree(self._slot, CONTEXT, tree)], model.rows, model.device)
+        model, batch = self.model, self.batch(tree)
         first = time.perf_counter()
         model.sweep(batch)  # warm-up: compiles kernels and fills the ring
         began = time.perf_counter()

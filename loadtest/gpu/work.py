@@ -30,6 +30,7 @@ from bough.sizing.placement import gigabytes
 from loadtest.gpu import parts as gpu_parts
 from loadtest.gpu.experts import experts
 from loadtest.gpu.layer_bits import layer_bits
+from loadtest.gpu.layer_profile import layer_profile
 from loadtest.gpu.random_models import Machine
 from loadtest.gpu.second_gpu import second_gpu
 from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
@@ -200,6 +201,12 @@ def _resident(bench: Bench) -> Found:
     return _big(4)(replace(bench, device_memory=free))
 
 
+def _profile(bench: Bench) -> Any:
+    source = write_big(bench.sizes.target, bench.folder / "target", bench.device, 4)
+    machine = replace(bench.machine, host_memory=bench.host_memory or default_budget(free_memory()))
+    return layer_profile(source, machine, bench.sizes.profiled, bench.folder / "profile")
+
+
 def _smoke(bench: Bench) -> Found:
     """All parts in miniature, by name; what is wrong is then known in seconds. Raises RuntimeError for errors."""
     small = replace(bench, sizes=MINIATURE, folder=bench.folder / "smoke", found={}, report=lambda _: None)
@@ -242,6 +249,7 @@ WORK: dict[Part, Callable[[Bench], Any]] = {
     Part("draft", 100): _drafts,
     Part("target 4", 160): _big(4),
     Part("target 4 resident", 120): _resident,
+    Part("profile", 60): _profile,
     Part("attention", 60): lambda bench: gpu_parts.attention(bench.device),
     Part("unpacking", 90): lambda bench: gpu_parts.unpacking(bench.device, *bench.sizes.unpacked),
     Part("recurrence", 30): lambda bench: gpu_parts.recurrence(bench.device, bench.sizes.recurrent_rows),

@@ -130,6 +130,17 @@ def test_the_target_in_4_bits_has_the_bytes_of_a_published_one(tmp_path: Path) -
     assert bits == pytest.approx(4 + (16 + 4) / 128, abs=0.05)  # parts begin at whole words
 
 
+def test_a_profile_names_what_takes_long(tmp_path: Path) -> None:
+    """A sweep's seconds alone do not say what to change."""
+    bench = work.Bench(torch.device("cpu"), MINIATURE, tmp_path, 5, 10**9, 10**9)
+    acts = {part.name: act for part, act in work.WORK.items()}
+    sweep, *rows = acts["profile"](bench)
+    assert (sweep["tokens"], sweep["what"]) == (8, "the sweep")
+    assert [row["ms"] for row in rows] == sorted((row["ms"] for row in rows), reverse=True)
+    assert sum(row["ms"] for row in rows) > 0
+    assert {row["on"] for row in rows} == {"host"}
+
+
 def test_a_demonstration_without_its_model_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has 94 MB, too many to carry to some machines; the check failed there for want of it."""
     monkeypatch.setattr(work, "find_spec", lambda name: None if name == PACKAGE else name)
@@ -266,6 +277,7 @@ def test_a_dry_run_covers_every_part(capsys: pytest.CaptureFixture[str], tmp_pat
     assert [row["graph_ms"] for row in report["draft"]] == [None] * 5, "there are no graphs on the CPU"
     assert report["skipped"].keys() == {"target 4 resident"}
     assert report["smoke"]["layer_bits"]["compared"] == report["layer_bits"]["compared"]
+    assert report["profile"][0]["what"] == "the sweep"
     assert report["second_gpu"]["layers_there"] == 3
     assert report["second_gpu"]["is_equal"], "the CPU stands for its own neighbour"
     assert [row["bits"] for row in report["chosen"]] == [4, 16]
