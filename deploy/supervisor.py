@@ -63,7 +63,7 @@ class Supervisor:
         config = parse(self.role.config, self.role.module, [*settings.flags, *fixed], os.environ)
         self._index_url = place.url_for(config) if isinstance(place, IndexPlace) else ""
         if isinstance(place, HeadPlace) and isinstance(config, TargetConfig):
-            config = replace(config, stage_of=place.address)
+            config = replace(config, stages=1, stage_of=place.address)
         config = replace(config, port=config.port or free_port(self.host))
         if isinstance(config, OrchestratorConfig):
             config = replace(config, http_port=config.http_port or free_port(self.host))

@@ -216,6 +216,8 @@ async def test_a_program_drains_as_long_as_its_supervisor_waits(
 
 
 async def test_a_stage_gets_its_heads_address_and_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's variable for heads would make it refuse to start."""
+    monkeypatch.setenv("BOUGH_TARGET_STAGES", "2")
     started = list[tuple[Any, ...]]()
     monkeypatch.setattr(supervisor_module, "open_program", lambda *given: started.append(given))
     stage = Supervisor(read_program(Role.STAGE, {"program": {"model": "m"}}), HOST, HeadPlace("10.0.0.1:7421"))
@@ -223,6 +225,7 @@ async def test_a_stage_gets_its_heads_address_and_no_index(monkeypatch: pytest.M
     ((module, command, variables, *_),) = started
     assert module == "target_worker"
     assert command[command.index("--stage-of") + 1] == "10.0.0.1:7421"
+    assert command[command.index("--stages") + 1] == "1"
     assert "BOUGH_TARGET_INDEX_URL" not in variables
     await stage.stop()
 
