@@ -242,7 +242,7 @@ def _step_seconds(found: Found) -> float | None:
 # before the targets, as the sizer chooses these targets' trees by them.
 WORK: dict[Part, Callable[[Bench], Any]] = {
     Part("device", 60): lambda bench: gpu_parts.machine_of(bench.device),
-    Part("smoke", 90): _smoke,
+    Part("smoke", 120): _smoke,  # most of it compiles kernels
     Part("layer_bits", 45): lambda bench: layer_bits(bench.device, bench.sizes.matrices, bench.machine.rows),
     Part("equality", 90): _equality,
     Part("families", 60): _families,
