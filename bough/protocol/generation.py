@@ -63,7 +63,7 @@ class WorkerInfo:
         ""  # the flag that keeps max_context below the model's own limit, and that limit; empty if none does
     )
     stages: tuple[StageStatus, ...] = ()  # of a target that spans machines, in order
-    stage_network_ns: int = 0  # of a target: the last sweep between its machines, where it also waits for others
+    stage_network_ns: int = 0  # of a target: time of the last sweep between its machines
 
     @property
     def model_identity(self) -> str:

@@ -211,7 +211,7 @@ class StageCollector(Collector):
         yield self._by_stage(
             CounterMetricFamily, "bough_stage_compute_seconds", "Time in which a stage computed", compute
         )
-        text = "Time of sweeps between the stages, where they also wait for other sweeps"
+        text = "Time of sweeps between the stages"
         yield counter("bough_stage_network_seconds", text, {"model_name": self._model_name}, total.network_ns * NANO)
 
     def _by_stage(self, kind: type[Family], name: str, text: str, values: Sequence[float]) -> Family:

@@ -118,7 +118,7 @@ def _print_worker(worker: WorkerStatus) -> None:
             f"{stage.wait_ns / 1e9:.3f} s for weights, {stage.compute_ns / 1e9:.3f} s computing"
         )
     if info.stages:
-        say(f"              between the stages, or waiting: {info.stage_network_ns / 1e9:.3f} s of the last sweep")
+        say(f"              between the stages: {info.stage_network_ns / 1e9:.3f} s of the last sweep")
     for note in info.notes:
         say(f"              {note}")
 
