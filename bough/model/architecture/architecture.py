@@ -24,8 +24,10 @@ from bough.model.kv.state_shape import RECURRENT
 
 ATTENTIONS = {"full_attention", "sliding_attention"}  # layer types in configurations that can run
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in configurations with an entry for each layer
-# Errors that transformers raises for configurations that it cannot read.
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError)
+# Errors that transformers raises for configurations that it cannot read, RuntimeError for what differs by layer.
+UNREADABLE = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError, RuntimeError, AssertionError
+)  # fmt: skip
 BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")  # beyond their original length all rows depend on the longest
 NAME = "bough"  # of the attention function that is registered with transformers
 

@@ -173,6 +173,8 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "v
         ("deepseek_v32", "layers of indexed_attention"),
         ("longcat_flash", r"layer 0 has 2 attentions with latents \(MLA\), but slots have room for one"),
         ("gemma3n_text", "attend to the keys of others"),
+        ("gemma4_text", "head_dim.* is a per-layer attribute"),
+        ("reformer", "is_decoder=True"),
     ],
 )
 def test_unsupported_architectures_are_refused_by_name_and_reason(model_type: str, reason: str) -> None:
