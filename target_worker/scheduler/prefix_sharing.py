@@ -86,6 +86,7 @@ def _content(
             content.append(follower)
     left = sum(f.job.num_remaining + f.job.num_nodes - f.gain(computed) for f in late)
     num_computed, num_alone = (sum(part.num_tokens for part in some) for some in (parts, alone))
+    num_computed += sum({id(f.leader): f.leader.num_in_sweep for f in late}.values())  # they wait for these sweeps too
     if sweep_seconds(num_computed) + sweep_seconds(left) <= sweep_seconds(num_alone):
         content += late
     return content

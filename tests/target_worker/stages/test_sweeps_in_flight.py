@@ -295,6 +295,17 @@ def test_calls_are_divided_among_sweeps_where_that_answers_them_sooner(curve: Co
     assert len(sweeps.choose(1)) == 4 - num_chosen
 
 
+def test_a_call_does_not_wait_for_a_prefix_in_a_sweep_that_takes_longer_than_its_own() -> None:
+    limits, curve = replace(DIVIDED, max_sweep_tokens=400, max_context=500), CostCurve((1, 401), (0.1, 40.1))
+    sweeps = SharedSweeps(new_pool(Clock(), 1200), limits, SweepTimes(1, 400, curve), 1, 0.0, most_in_flight=2)
+    sweeps.calls.admit(call_of("a", 350, 0), Future(), 0)
+    (leader,) = sweeps.choose()
+    leader.job.session.slot.num_in_sweep = leader.num_tokens
+    short = call_of("a", 70, 0).context.tokens
+    sweeps.calls.admit(verify_call("b", short, tree=GUESSES), Future(), 0)
+    assert [part.num_context for part in sweeps.choose(1)] == [68], "it is answered after 7.4 s, not after 35.5 s"
+
+
 def test_the_second_half_of_calls_that_were_divided_does_not_wait_anew() -> None:
     """A sweep of all of them would have begun, however long another session still drafts."""
     sweeps = SharedSweeps(new_pool(Clock(), 8 * 64), DIVIDED, SweepTimes(1, 64, LINEAR), 1, 1.0, most_in_flight=2)
