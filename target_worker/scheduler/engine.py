@@ -146,16 +146,47 @@ class SharedSweeps:
 
 
 @dataclass(slots=True, eq=False)
-class _Sweep:
+class Sweep:
     """A sweep in flight."""
 
     parts: Sequence[Part[VerifyJob]]
     began_ns: int
-    num_in_flight: int = 1  # at most at a time, while it ran
+    began: tuple[float, float] = (0.0, 0.0)  # time, and seconds of all sweeps until then
 
     @property
     def num_tokens(self) -> int:
         return sum(part.num_tokens for part in self.parts)
+
+
+class SweepsInFlight:
+    """Counts how many sweeps are in flight; times are seconds on `clock`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._now, self._seconds = clock, clock(), 0.0
+        self._sweeps: list[Sweep] = []
+
+    def __len__(self) -> int:
+        return len(self._sweeps)
+
+    def begin(self, sweep: Sweep) -> None:
+        self._count()
+        sweep.began = self._now, self._seconds
+        self._sweeps.append(sweep)
+
+    def mean_number(self, sweep: Sweep) -> int:
+        """How many were in flight since a sweep began, itself included: rounded, the mean over time."""
+        self._count()
+        began, seconds = sweep.began
+        return round((self._seconds - seconds) / (self._now - began)) if self._now > began else 1
+
+    def end(self, sweep: Sweep) -> None:
+        self._count()
+        self._sweeps.remove(sweep)
+
+    def _count(self) -> None:
+        now = self._clock()
+        self._seconds += len(self._sweeps) * (now - self._now)
+        self._now = now
 
 
 class SweepEngine:
@@ -190,7 +221,7 @@ class SweepEngine:
         times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
         self._sweeps = SharedSweeps(pool, limits, times, sweeper.rows.most, max_delay, most_in_flight)
         self._calls, self._delay = self._sweeps.calls, self._sweeps.delay
-        self._in_flight, self._most_in_flight = list[_Sweep](), most_in_flight
+        self._in_flight, self._most_in_flight = SweepsInFlight(time.perf_counter), most_in_flight
         self._all_gain = False  # all waiting calls gain by waiting for a sweep in flight
         self._stall, self._progress, self._lost_kv = StallTimer(), progress, lost_kv
         self._inbox = Inbox(SHUT_DOWN)
@@ -332,16 +363,14 @@ class SweepEngine:
         self.pool.forget_all()
 
     def _sweep(self, parts: Sequence[Part[VerifyJob]]) -> None:
-        sweep = _Sweep(parts, time.perf_counter_ns())
-        self._in_flight.append(sweep)
-        for each in self._in_flight:
-            each.num_in_flight = max(each.num_in_flight, len(self._in_flight))
+        sweep = Sweep(parts, time.perf_counter_ns())
+        self._in_flight.begin(sweep)
         for part in parts:
             part.job.session.slot.num_in_sweep = part.num_tokens
         self.num_running += len(parts)
         self._go_on(sweep, lambda: self._sweeper.sweep(parts))
 
-    def _go_on(self, sweep: _Sweep, step: Callable[[], Swept | SweepInFlight]) -> None:
+    def _go_on(self, sweep: Sweep, step: Callable[[], Swept | SweepInFlight]) -> None:
         """Take a step of a sweep, and the next one when its rows are back."""
         try:
             reached = step()
@@ -349,20 +378,16 @@ class SweepEngine:
                 finish = partial(self._go_on, sweep, reached.finish)
                 reached.arrived.add_done_callback(lambda _: self._inbox.post(Future(), finish))
                 return
-            times = reached.timings
-            seconds, waited = times.total_ns * NANO, times.wait_ns * NANO
-            self._sweeps.observe_times(sweep.num_tokens, seconds, waited, times.link_bytes, sweep.num_in_flight)
-            self._observe(len(sweep.parts), sweep.num_tokens, reached)
             self._finish(sweep, reached)
         except Exception as exc:  # the thread must survive any error; callers get it
             self._failed(sweep, exc)
-        self._in_flight.remove(sweep)
+        self._in_flight.end(sweep)
         self._all_gain = False
         self._idle_since = time.monotonic()
         self.num_running -= len(sweep.parts)
         self.num_passes += 1
 
-    def _failed(self, sweep: _Sweep, exc: Exception) -> None:
+    def _failed(self, sweep: Sweep, exc: Exception) -> None:
         parts = [part for part in sweep.parts if part.job in self._calls]
         for part in parts:
             self._mend(part.job)
@@ -394,13 +419,16 @@ class SweepEngine:
         logger.warning("%s; sweeps have at most %d tokens from now on, not %d", exc, most, num_tokens)
         return True
 
-    def _finish(self, sweep: _Sweep, swept: Swept) -> None:
-        cost = self._sweeps.times_of(sweep.num_in_flight).curve()
-        share = SweepShare.of(sweep.parts, cost, swept.spans)
+    def _finish(self, sweep: Sweep, swept: Swept) -> None:
+        times, number = swept.timings, self._in_flight.mean_number(sweep)
+        seconds, waited = times.total_ns * NANO, times.wait_ns * NANO
+        self._sweeps.observe_times(sweep.num_tokens, seconds, waited, times.link_bytes, number)
+        self._observe(len(sweep.parts), sweep.num_tokens, swept)
+        share = SweepShare.of(sweep.parts, self._sweeps.times_of(number).curve(), swept.spans)
         for part in sweep.parts:
             if (job := part.job) not in self._calls:  # it was dropped while the sweep was in flight
                 continue
-            self._sweeps.commit(part, swept.timings, sweep.began_ns, share)
+            self._sweeps.commit(part, times, sweep.began_ns, share)
             if part.has_tree:
                 try:
                     verdict = job.verdict(swept.verdict_on)
@@ -409,5 +437,5 @@ class SweepEngine:
                     if not isinstance(exc, BoughError):
                         job.context.run(logger.exception, "a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
-        self._sweeps.ended(swept.timings.total_ns * NANO, time.perf_counter(), sweep.num_in_flight)
+        self._sweeps.ended(seconds, time.perf_counter(), number)
         self.pool.check_now_and_then()

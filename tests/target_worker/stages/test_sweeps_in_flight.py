@@ -19,7 +19,7 @@ from bough.sizing.sweep_times import SweepTimes
 from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.engine import SharedSweeps, SweepEngine
+from target_worker.scheduler.engine import SharedSweeps, Sweep, SweepEngine, SweepsInFlight
 from target_worker.scheduler.job import SweepInFlight, Swept, VerifyJob
 from target_worker.sweep.streamed_model import StreamedSweeper
 from tests.fakes.target import LIMITS, NO_GRAMMARS, VOCAB, Clock, FakeModel, new_pool, verify_call
@@ -352,3 +352,20 @@ def test_a_sweep_without_memory_does_not_raise_the_limit_that_another_has_lowere
         assert target.engine._sweeps.most_tokens == 9
         target.back(1)
         assert target.engine._sweeps.most_tokens == 9
+
+
+def test_a_sweep_counts_as_one_of_two_if_another_ran_for_most_of_its_time() -> None:
+    clock = Clock()
+    in_flight = SweepsInFlight(clock)
+    first, second, third = (Sweep([], 0) for _ in range(3))
+    for sweep, seconds in ((first, 9.0), (second, 1.0)):
+        in_flight.begin(sweep)
+        clock.now += seconds
+    assert in_flight.mean_number(first) == 1, "the other ran for a tenth of its time"
+    in_flight.end(first)
+    in_flight.begin(third)
+    clock.now += 8.0
+    assert in_flight.mean_number(second) == 2
+    in_flight.end(second)
+    clock.now += 24.0
+    assert in_flight.mean_number(third) == 1
