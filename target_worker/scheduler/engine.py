@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 NANO = 1e-9
 # Time without progress after which a sweep has stalled: no layer takes as long on a useful machine.
 STILL_SECONDS = 120.0
-WORTH_DIVIDING = 0.9  # share of a sweep's seconds within which its calls must be answered by several, to divide it
+WORTH_DIVIDING = 0.9  # share of their tokens that several sweeps at a time must bring more than one, to divide calls
 SHUT_DOWN = "the target worker is being shut down"
 
 
@@ -75,27 +75,28 @@ class SharedSweeps:
     def choose(self, num_in_flight: int = 0) -> list[Part[VerifyJob]]:
         """The parts of the next sweep, which begins while others are in flight.
 
-        If more may follow it at once, calls are divided among them where that answers all sooner.
+        If more may follow it at once, calls are divided among them where that brings more tokens.
         """
         self.calls.copy_prefix()
-        jobs, num_left = self.calls.ready(), self._most_in_flight - num_in_flight
-        parts = self._choose(jobs, num_in_flight + 1)
-        if self._is_worth_dividing(parts, num_left):
-            first = [part.job for part in parts[: -(-len(parts) // num_left)]]
-            parts = self._choose(first, self._most_in_flight)
-        else:  # what was divided has waited together
+        jobs, most = self.calls.ready(), self._most_in_flight
+        parts, is_divided = self._choose(jobs, num_in_flight + 1), False
+        if len(parts) > 1 and (num_left := most - num_in_flight) > 1:
+            share = self._choose([part.job for part in parts[: -(-len(parts) // num_left)]], most)
+            is_divided = num_left * self._rate(share, most) * WORTH_DIVIDING > self._rate(parts, num_in_flight + 1)
+            parts = share if is_divided else self._choose(jobs, num_in_flight + 1)
+        if not is_divided:  # what was divided has waited together
             self.delay.begins()
         for job in jobs:
             job.num_sweeps_skipped += 1
         return parts
 
-    def _is_worth_dividing(self, parts: Sequence[Part[VerifyJob]], number: int) -> bool:
-        """Whether that many sweeps at the same time answer all calls sooner than one."""
-        together, apart = self.cost, self.times_of(self._most_in_flight).curve()
-        if number < 2 or len(parts) < 2 or together is None or apart is None:
-            return False
-        num_rows = sum(part.num_tokens for part in parts)
-        return apart(-(-num_rows // number)) < WORTH_DIVIDING * together(num_rows)
+    def _rate(self, parts: Sequence[Part[VerifyJob]], num_in_flight: int) -> float:
+        """Tokens of a second in which a sweep of these parts runs: expected ones of trees, and shares of contexts."""
+        cost = self.times_of(num_in_flight).curve()
+        tokens = 0.0
+        for job, num_context, has_tree in parts:
+            tokens += (expected_tokens(job) or 1.0) * (1.0 if has_tree else num_context / job.num_remaining)
+        return tokens / cost(sum(part.num_tokens for part in parts)) if cost is not None else 0.0
 
     def _choose(self, jobs: Sequence[VerifyJob], num_in_flight: int) -> list[Part[VerifyJob]]:
         times, recent, most = self.times_of(num_in_flight), self._yield.recent, self.most_tokens
