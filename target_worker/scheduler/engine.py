@@ -83,7 +83,7 @@ class SharedSweeps:
         if len(parts) > 1 and (num_left := most - num_in_flight) > 1:
             share = self._choose([part.job for part in parts[: -(-len(parts) // num_left)]], most)
             is_divided = num_left * self._rate(share, most) * WORTH_DIVIDING > self._rate(parts, num_in_flight + 1)
-            parts = share if is_divided else self._choose(jobs, num_in_flight + 1)
+            parts = share if is_divided else self._choose(jobs, num_in_flight + 1)  # trees were cut for the share
         if not is_divided:  # what was divided has waited together
             self.delay.begins()
         for job in jobs:

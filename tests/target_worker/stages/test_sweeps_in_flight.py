@@ -1,4 +1,4 @@
-"""Sweeps that begin while others are away, at further stages: of a fake model, whose sweeps come back when told to."""
+"""Sweeps that begin while others are at further stages. The model is a fake, whose sweeps end when a test says so."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GUESSES = Tree.of([0, 1, 1, 2, 9], [-1, 0, 1, 1, 0], [0.0] * 5)  # of tokens to 
 
 
 class AwaySweeper(StreamedSweeper):
-    """Computes at once, and waits for the test before it says so."""
+    """Computes at once; `back` ends a sweep."""
 
     def __init__(self, model: FakeModel) -> None:
         super().__init__(model, NO_GRAMMARS)  # type: ignore[arg-type]
