@@ -110,8 +110,8 @@ class WorkerConfig(ServiceConfig):
     device: str = setting("auto", "cpu, cuda or cuda:1; auto is a GPU if there is one", parse_device)
     backend: str = setting(
         AUTO,
-        "implementation: cpu or triton are bough's kernels for --device, reference is plain torch, many times slower",
-        one_of(AUTO, "cpu", "triton", "reference"),
+        "cpu or triton are bough's kernels for --device; cublas multiplies by cuBLAS; reference is slow plain torch",
+        one_of(AUTO, "cpu", "triton", "cublas", "reference"),
     )
     threads: int = setting(usable_cpus(), "CPU threads for computation", parse_count)
     max_context: int = setting(
@@ -157,7 +157,7 @@ class TargetConfig(WorkerConfig):
 
     rows: int = setting(
         0,
-        "rows of each matrix product; the exact bits of results depend on it; 0 is 256 on a GPU and 64 on a CPU",
+        "most rows that a layer computes together; where all products need equally many, bits depend on it; 0 is auto",
         parse_natural,
     )
     device_memory: int = setting(0, "memory for weights, KV and activations; 0 is most of the free memory", parse_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -11,10 +11,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from bough.errors import ConfigError
 from bough.model.batch.batch import Chunk
 from bough.model.batch.state_steps import StateSteps
+from bough.sizing.row_counts import RowCounts
 
 
 class Backend(ABC):
@@ -22,7 +24,7 @@ class Backend(ABC):
 
     name: ClassVar[str]  # of its module in `bough.model.backends`
     rooms: ClassVar[tuple[str, ...]]  # packages whose code decides its bits, in addition to that module
-    replaces_products = True  # whether models use `linear` instead of torch's function
+    takes_any_rows = False  # whether layers of all models run over any number of rows, and use `multiply`
     compiles_ahead = False  # whether a worker must compile kernels before it loads a model
     captures_steps = False  # whether a draft's steps may be captured as graphs
 
@@ -34,23 +36,26 @@ class Backend(ABC):
         """Prepare a device before a model is loaded. Raises ConfigError or AcceleratorFull if that is not possible."""
         return
 
-    @abstractmethod
     def linear(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Rows (..., inputs) times a matrix (outputs, inputs), plus a bias (outputs,).
 
-        The number of rows must always be the same.
+        The number of rows must always be the same. Not used if the backend takes any number.
         """
+        raise NotImplementedError
 
     def multiplies_single_rows(self, rows: torch.Tensor, matrix: torch.Tensor) -> bool:
         """Whether `multiply` takes any number of these rows, and a row has the same bits among any others."""
-        return False
+        return self.takes_any_rows
 
     def fits_single_rows(self, linear: nn.Linear, dtype: torch.dtype) -> bool:
         """Whether that holds for a layer, and torch splits a step of its input and output rows into whole vectors."""
         return False
 
-    def multiply(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """As `linear`, of any number of rows; only if `fits_single_rows` or `multiplies_single_rows` allow it."""
+    def multiply(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """As `linear`, of any number of rows; only if `fits_single_rows` or `multiplies_single_rows` allow it.
+
+        The matrix may have any strides.
+        """
         raise NotImplementedError
 
     def linear_by_head(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
@@ -159,6 +164,20 @@ class Backend(ABC):
         raise NotImplementedError
 
 
+def in_counts(
+    function: Callable[..., torch.Tensor], counts: RowCounts, *rows: torch.Tensor, axis: int = 0
+) -> torch.Tensor:
+    """Results of a function for any number of rows: it is called only with allowed numbers, including padding.
+
+    All `rows` have them along the same axis, as do the results.
+    """
+    count = rows[0].shape[axis]
+    if padding := counts.padded(count) - count:
+        rows = tuple(pad(each, (0, 0) * (each.dim() - 1 - axis) + (0, padding)) for each in rows)
+    parts = [function(*part) for part in zip(*(torch.split(each, counts.most, axis) for each in rows), strict=True)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, axis)).narrow(axis, 0, count)
+
+
 REFERENCE_NOTE = "--backend reference: torch's operators compute, many times slower than kernels"
 _chosen: list[str] = []  # at most one name, of the backend for all devices of this process
 
@@ -179,9 +198,10 @@ def choose_backend(name: str, device: torch.device) -> Backend:
     Raises ConfigError if the backend does not compute on the device.
     """
     usual = usual_name(device)
-    if name not in ("auto", usual, "reference"):
-        raise ConfigError(f"--backend: must be auto, {usual} or reference on {device}, got {name}")
-    _chosen[:] = ["reference"] if name == "reference" else []
+    names = ("auto", usual, *(("cublas",) if usual == "triton" else ()), "reference")
+    if name not in names:
+        raise ConfigError(f"--backend: must be {', '.join(names[:-1])} or {names[-1]} on {device}, got {name}")
+    _chosen[:] = [name] if name not in ("auto", usual) else []
     return backend_of(device)
 
 

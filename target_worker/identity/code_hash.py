@@ -45,7 +45,8 @@ OTHERS = modules(
 def deciding(backend: Backend) -> frozenset[str]:
     """The modules that decide the bits of a token: the backend's, all of `ROOMS` (with formats), and `OTHERS`."""
     files = [(room, file) for room in (*backend.rooms, *ROOMS) for file in source_of(room).parent.glob("[a-z]*.py")]
-    return OTHERS | {f"{room}.{file.stem}" for room, file in files} | {f"bough.model.backends.{backend.name}"}
+    own = {kind.__module__ for kind in type(backend).__mro__ if kind.__module__.startswith("bough.")}
+    return OTHERS | {f"{room}.{file.stem}" for room, file in files} | own
 
 
 @cache

@@ -21,6 +21,7 @@ from bough.protocol.cost_curve import CostCurve
 from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import prefix_hash
+from bough.sizing.row_counts import OWN_MOST
 from bough.sizing.sweep_times import SweepTimes
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batch_delay import BatchDelay
@@ -220,7 +221,8 @@ class SweepEngine:
         self._limits = limits
         self._unanswered = PendingCalls(max_waiting)
         times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
-        self._sweeps = SharedSweeps(pool, limits, times, sweeper.rows.most, max_delay, most_in_flight)
+        together = max(sweeper.rows.step, min(sweeper.rows.most, OWN_MOST))
+        self._sweeps = SharedSweeps(pool, limits, times, together, max_delay, most_in_flight)
         self._calls, self._delay = self._sweeps.calls, self._sweeps.delay
         self._in_flight, self._most_in_flight = SweepsInFlight(time.perf_counter), most_in_flight
         self._all_gain = False  # all waiting calls gain by waiting for a sweep in flight
@@ -413,7 +415,7 @@ class SweepEngine:
 
     def _shrink(self, num_tokens: int, exc: AcceleratorFull) -> bool:
         """Halve the size limit of sweeps after one ran out of memory; False if it cannot be lower."""
-        least = max(self._limits.max_nodes, self._sweeper.rows.most)
+        least = max(self._limits.max_nodes, self._sweeper.rows.step)
         if num_tokens <= least:
             return False
         most = self._sweeps.most_tokens = max(least, min(self._sweeps.most_tokens, num_tokens // 2))

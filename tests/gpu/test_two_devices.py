@@ -39,7 +39,7 @@ def test_only_hidden_states_and_their_context_cross_between_devices(
     where = Where(max_resident=1, elsewhere=elsewhere)
     with pretending(), on_the_device(tiny, where, torch.bfloat16, 64) as model:
         three_sweeps(model, device(), counting=True)
-    hidden = [crossing for crossing in notes.crossings if "(1, 64, 64)" in crossing]
+    hidden = [crossing for crossing in notes.crossings if "(1, 31, 64)" in crossing]
     assert len(hidden) == num_crossings, notes.crossings
     assert len(notes.crossings) <= num_crossings + 3, "two tables of positions, and positions"
     assert len(notes.stops) == 1, notes.stops

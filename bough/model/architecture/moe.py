@@ -208,8 +208,8 @@ def routed_together(chunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.
 def _outputs(chunks: Sequence[_Routed]) -> list[torch.Tensor]:
     """The output of a layer's experts for the rows of each chunk.
 
-    Results are added in the order of experts, independent of the order of loading. Except for our own products, each
-    product has a multiple of EXPERT_ROWS rows; a result then depends on its row alone.
+    Results are added in the order of experts, independent of the order of loading. On a CPU an expert has a multiple of
+    EXPERT_ROWS rows, except for our own products; a result then depends on its row alone.
     """
     module, *others = {chunk.module for chunk in chunks}
     assert not others, "all chunks reach the same experts"
@@ -231,7 +231,9 @@ def _outputs(chunks: Sequence[_Routed]) -> list[torch.Tensor]:
 
 def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tensor:
     """The output of one expert for these rows."""
-    padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % EXPERT_ROWS))
+    padded = (
+        rows if backend_of(rows.device).takes_any_rows else _padded(rows, -(-len(rows) // EXPERT_ROWS) * EXPERT_ROWS)
+    )
     up = _products(module, "gate_up_proj" if module.has_gate else "up_proj", expert, padded, len(rows))
     inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)  # type: ignore[operator]
     out = _products(module, "down_proj", expert, inner, len(rows))
@@ -270,7 +272,7 @@ def has_own_products(module: nn.Module) -> bool:
 
 
 def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Rows, a multiple of EXPERT_ROWS, times a matrix of an expert; rows from `count` on are padding."""
+    """Rows times a matrix of an expert; rows from `count` on are padding."""
     weights = _pieces(module, name, expert)
     if module.is_transposed:
         weights = [_joined(weights, 0).t()]
@@ -281,8 +283,12 @@ def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor, cou
 def _product(rows: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
     backend = backend_of(rows.device)
     if backend.multiplies_single_rows(rows, weight):
-        return nn.functional.pad(backend.multiply(rows[:count], weight, None), (0, 0, 0, len(rows) - count))
+        return _padded(backend.multiply(rows[:count], weight, None), len(rows))
     return torch.cat([backend.linear(part, weight) for part in torch.split(rows, EXPERT_ROWS)])
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    return nn.functional.pad(rows, (0, 0, 0, count - len(rows))) if count > len(rows) else rows
 
 
 def _pieces(module: nn.Module, name: str, expert: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The GPU backend: our own Triton kernels, and the library's products with a fixed number of rows."""
+"""The GPU backend: our own Triton kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from bough.errors import ConfigError
-from bough.model.backend import Backend
+from bough.model.backend import Backend, in_counts
 from bough.model.batch.batch import Chunk
 from bough.model.batch.state_steps import StateSteps
 from bough.model.faults import is_full, named_faults
 from bough.model.running.device import driver
+from bough.sizing.row_counts import RowCounts
+
+FIXED = RowCounts(256, 256)  # rows of the library's products: it chooses a kernel by their number
 
 
 class Kernels(NamedTuple):
@@ -48,7 +51,7 @@ class TritonBackend(Backend):
 
     name = "triton"
     rooms = ("bough.model.gpu",)
-    replaces_products = False
+    takes_any_rows = True
     captures_steps = True
 
     def describe(self, device: torch.device) -> str:
@@ -67,23 +70,19 @@ class TritonBackend(Backend):
             require_kernels(device, lambda: _try_one(device))
             _take_library_memory(device)
 
-    def linear(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return nn.functional.linear(rows, matrix, bias)
+    def multiply(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return product_by_library(rows, matrix, bias)
 
     def linear_by_head(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(rows, matrices.transpose(1, 2)).transpose(0, 1)
+        return products_by_library(rows, matrices)
 
     def attend(
         self, chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
     ) -> torch.Tensor:
         paths, (held_keys, held_values) = chunk.paths_on(queries.device), chunk.memory(layer)
-        num_rows = len(paths.rows)
-        held_keys.index_copy_(0, paths.rows, keys[:num_rows])
-        held_values.index_copy_(0, paths.rows, values[:num_rows])
-        out = queries.new_zeros(*queries.shape[:2], values.shape[2])  # padding rows have no path and stay 0
-        own = queries.contiguous()[:num_rows]
-        out[:num_rows] = kernels().attend(own, held_keys, held_values, paths, *rules)
-        return out
+        held_keys.index_copy_(0, paths.rows, keys)
+        held_values.index_copy_(0, paths.rows, values)
+        return kernels().attend(queries.contiguous(), held_keys, held_values, paths, *rules)
 
     def recur(
         self,
@@ -110,12 +109,28 @@ class TritonBackend(Backend):
         kernels().write_blocks(*arguments)
 
 
+def product_by_library(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`Backend.multiply` by torch."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    out = in_counts(lambda part: nn.functional.linear(part, matrix, bias), FIXED, flat)
+    return out.view(*rows.shape[:-1], len(matrix))
+
+
+def products_by_library(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """`Backend.linear_by_head` by torch."""
+    by_inputs = matrices.transpose(1, 2)
+    return in_counts(lambda part: torch.bmm(part, by_inputs), FIXED, rows, axis=1).transpose(0, 1)
+
+
 def accumulate_in_float32() -> None:
-    """Turn off reduced-precision accumulation, whose rounding depends on the shape."""
-    products = torch.backends.cuda.matmul
+    """Turn off reduced-precision accumulation, whose rounding depends on the shape, and undo a division of sums."""
+    products: Any = torch.backends.cuda.matmul
     products.allow_tf32 = False
-    products.allow_bf16_reduced_precision_reduction = False
-    products.allow_fp16_reduced_precision_reduction = False
+    for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
+        try:
+            setattr(products, name, (False, False))  # nor may cuBLAS divide a sum among blocks that add to it in parts
+        except (RuntimeError, TypeError):  # torch before 2.9, or a library without that choice
+            setattr(products, name, False)
     torch.backends.cudnn.allow_tf32 = False
 
 

@@ -48,7 +48,7 @@ def fixed_product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor |
         return nn.functional.linear(rows, matrix, bias)
 
 
-def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Rows times a matrix, plus bias, (..., outputs), rounded once; computed by numba's threads.
 
     rows (..., inputs), matrix (outputs, inputs), bias (outputs,), of one type that `can_multiply` allows. A matrix that

@@ -17,7 +17,9 @@ from bough.model.checkpoint.tensor_source import STORED_DTYPES, VALUE_DTYPES
 from bough.sizing.placement import gigabytes
 
 CPU_DTYPE = "bfloat16"  # our kernels' dtype; on a GPU the default is the checkpoint's dtype
-CPU_ROWS, GPU_ROWS = 64, 256  # a GPU reads weights once for each chunk, which takes most of the time for 64 rows
+# A GPU computes all rows of a sweep together, in parts that bound the memory for results: 235 MB for each of an MLP of
+# a 70B with 4,096 rows. The reference's products of a fixed number of rows compute padding too.
+CPU_ROWS, GPU_ROWS, REFERENCE_ROWS = 64, 1024, 256
 SCALES = ("scales", "_scale", "_scale_inv")  # suffixes of the names of tensors that are not weights
 WORTH_SAYING = 0.01  # share of the weights; norms and routers may have another dtype than matrices
 
@@ -26,7 +28,8 @@ Settings = TypeVar("Settings", bound=TargetConfig)
 
 def settled(settings: Settings, config: PretrainedConfig, device_type: str) -> Settings:
     """The settings with dtype and rows filled in."""
-    rows = settings.rows or (CPU_ROWS if device_type == "cpu" else GPU_ROWS)
+    of_gpu = REFERENCE_ROWS if settings.backend == "reference" else GPU_ROWS
+    rows = settings.rows or (CPU_ROWS if device_type == "cpu" else of_gpu)
     return replace(settings, dtype=chosen_dtype(settings.dtype, config, device_type), rows=rows)
 
 

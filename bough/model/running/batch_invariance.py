@@ -1,8 +1,8 @@
 """Makes a row's result the same bits at any place in any batch (docs/design.md, rule 2).
 
 A library's matrix products round differently for different numbers of rows. So either our own products are used, which
-treat each row separately, or all products have the same number of rows, including padding. Torch splits element-wise
-work into vectors and rounds the remainder differently: the split must not depend on the batch.
+treat each row separately, or all products have the same number of rows, including padding. On a CPU torch splits
+element-wise work into vectors and rounds the remainder differently: the split must not depend on the batch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from transformers import PreTrainedModel
 
 from bough.model.architecture.latent import is_latent
 from bough.model.architecture.moe import has_own_products
-from bough.model.backend import Backend, backend_of
+from bough.model.backend import Backend, backend_of, in_counts
 from bough.model.loading.loading import Skeleton
 from bough.model.quant.format import WeightFormat
 from bough.sizing.row_counts import OWN_MOST, RowCounts
 
 Product = Callable[..., torch.Tensor]  # of rows, a matrix (outputs, inputs) and an optional bias
+NORM_ROWS = RowCounts(256, 256)
 STEP = 4  # rows are padded to multiples of this for our own products: two threads split that into whole vectors
 
 
@@ -35,26 +36,31 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
     backend = backend_of(device)
     counts = row_counts(skeleton.model, skeleton.quantization, skeleton.dtype, most, backend)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
-    if backend.replaces_products:
-        product = product_of(counts, backend)
-        for module in (*_linears(decoder.layers), head):
-            module.forward = partial(_forward, module, product)
-        for module in _others(decoder.layers):
-            if not has_own_products(module):
-                module.forward = _with_product(module.forward, product)
+    product = product_of(counts, backend)
+    for module in (*_linears(decoder.layers), head):
+        module.forward = partial(_forward, module, product)
+    for module in _others(decoder.layers):
+        if not has_own_products(module):
+            module.forward = _with_product(module.forward, product)
+    if backend.takes_any_rows:
+        for module in (*filter(_is_norm, decoder.layers.modules()), decoder.norm):
+            module.forward = partial(_norm, module, module.forward)
+        return counts
     for module in (decoder.norm, head):
-        module.forward = _in_counts(module.forward, counts)
+        module.forward = partial(in_counts, module.forward, counts, axis=1)
     return counts
 
 
 def row_counts(
     model: PreTrainedModel, quantization: WeightFormat | None, dtype: torch.dtype, most: int, backend: Backend
 ) -> RowCounts:
-    """Row counts: always `most` if a library may compute products: on a GPU, in float16, or with transposed packing.
+    """Row counts: always `most` if a library may compute products: in float16, or with transposed packing.
 
     The same holds with latent attention, and if torch may split a step of rows: with experts, or unusual sizes. A part
     of a model computes as the whole of it. `model` may be on the meta device.
     """
+    if backend.takes_any_rows:
+        return RowCounts(most, 1)
     decoder: Any = model.get_decoder()
     (layers,) = getattr(decoder, "all_layers", [decoder.layers])
     linears = (*_linears(layers), model.get_output_embeddings())
@@ -112,13 +118,12 @@ def _forward(module: nn.Linear, product: Product, rows: torch.Tensor) -> torch.T
     return product(rows, module.weight, module.bias)
 
 
-def _in_counts(function: Callable[..., torch.Tensor], counts: RowCounts) -> Callable[..., torch.Tensor]:
-    """Wrap a function of (1, n, features) rows: it is called only with allowed numbers of rows."""
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
 
-    def run(hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        count = hidden.shape[1]
-        padded = nn.functional.pad(hidden, (0, 0, 0, counts.padded(count) - count))
-        parts = [function(part, **kwargs) for part in torch.split(padded, counts.most, dim=1)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[:, :count]
 
-    return run
+def _norm(module: Any, function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+    """A norm of any number of rows of some axes: on a GPU torch divides a row's sum by the number of rows."""
+    weight = getattr(module, "weight", None)
+    shape = rows[0].shape[-weight.dim() if weight is not None else -1 :]
+    return in_counts(function, NORM_ROWS, *(each.reshape(-1, *shape) for each in rows)).view(rows[0].shape)

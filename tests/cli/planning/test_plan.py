@@ -179,7 +179,8 @@ def test_a_70b_is_planned_from_its_config(llama_70b: str, capsys: pytest.Capture
     assert packed["device_bytes"] <= 24e9
     assert packed["host_bytes"] <= 128e9
     assert packed["link_seconds"] == pytest.approx(packed["sweep_bytes"]["link"] / 25e9)
-    assert packed["knee_tokens"] == 256
+    free = packed["link_seconds"] * 80e12 / packed["flops_per_token"]  # its unpacking speed is not known
+    assert packed["knee_tokens"] == pytest.approx(free, abs=1)
     assert packed["speeds"]["compute"] == {"per_second": 80e12, "origin": "set by --compute-speed"}
 
 

@@ -105,4 +105,6 @@ def test_a_sweep_equals_the_reference(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_backend_for_another_device_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--backend: must be auto, cpu or reference on cpu, got triton$"):
         choose_backend("triton", CPU)
+    with pytest.raises(ConfigError, match=r"^--backend: must be auto, triton, cublas or reference on cuda:0, got cpu$"):
+        choose_backend("cpu", torch.device("cuda", 0))
     assert choose_backend("auto", CPU) is choose_backend("cpu", CPU) is backend_of(CPU) is CPU_KERNELS

@@ -76,6 +76,8 @@ def test_sums_are_computed_in_float32() -> None:
         assert not products.allow_tf32
         assert not products.allow_bf16_reduced_precision_reduction
         assert not products.allow_fp16_reduced_precision_reduction
+        for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
+            assert not getattr(products, f"{name}_split_k"), "parts of sums are not added in the order of blocks' ends"
         assert not torch.backends.cudnn.allow_tf32
     finally:
         products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before

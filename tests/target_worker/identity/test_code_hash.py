@@ -12,7 +12,7 @@ from bough.model.backend import load
 from target_worker.identity import code_hash
 from target_worker.identity.code_hash import deciding, meaning, modules, source_of
 
-BACKENDS = ("cpu", "triton", "reference")
+BACKENDS = ("cpu", "triton", "cublas", "reference")
 SEEDS = (
     *(f"bough.model.backends.{name}" for name in BACKENDS),
     "target_worker.sweep.streamed_model",
@@ -87,6 +87,7 @@ def test_a_backend_only_decides_its_own_bits() -> None:
     cpu, triton = deciding(load("cpu")), deciding(load("triton"))
     assert "bough.model.cpu.linear" in cpu - triton
     assert "bough.model.gpu.unpack_triton" in triton - cpu
+    assert deciding(load("cublas")) - triton == {"bough.model.backends.cublas"}, "it has all else from the other"
     assert {"bough.model.quant.awq", "bough.model.architecture.moe"} <= cpu & triton
 
 
