@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from enum import Enum, auto
+from functools import cache, partial
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
+from torch.nn.functional import gelu, pad, silu
 
 from bough.errors import ConfigError
 from bough.model.batch.batch import Chunk
 from bough.model.batch.state_steps import StateSteps
 from bough.sizing.row_counts import RowCounts
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
+}
+
+
+class Norm(NamedTuple):
+    """How modules of transformers scale a row by its root mean square, in float32, and multiply it with weights."""
+
+    is_rounded: bool = False  # before it is multiplied with weights
+    adds_one: bool = False  # to weights
+    is_centred: bool = False  # the row's mean is subtracted first
+
+
+class Table(Enum):
+    """Which numbers of a row's table of cosines belong to a pair; sines are alike."""
+
+    WHOLE = auto()  # those at the places of the pair's numbers
+    FIRST = auto()  # one for both, in the first half of the table
+    HALF = auto()  # one for both; the table is half as long as what turns
+
+
+class Rotary(NamedTuple):
+    """How modules of transformers turn pairs of a head's numbers."""
+
+    in_pairs: bool = False  # pairs are neighbours, otherwise numbers of both halves
+    out_pairs: bool = False  # the same of the result
+    table: Table = Table.WHOLE
+    is_wide: bool = False  # in float32, otherwise each operation is rounded to the wider type of heads and tables
 
 
 class Backend(ABC):
@@ -24,7 +55,7 @@ class Backend(ABC):
 
     name: ClassVar[str]  # of its module in `bough.model.backends`
     rooms: ClassVar[tuple[str, ...]]  # packages whose code decides its bits, in addition to that module
-    takes_any_rows = False  # whether layers of all models run over any number of rows, and use `multiply`
+    takes_any_rows = False  # whether layers of all models run over any number of rows, by `multiply`, `norm` and so on
     compiles_ahead = False  # whether a worker must compile kernels before it loads a model
     captures_steps = False  # whether a draft's steps may be captured as graphs
 
@@ -61,6 +92,37 @@ class Backend(ABC):
     def linear_by_head(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         """Products (rows, num_heads, outputs) of (num_heads, rows, inputs) with (num_heads, outputs, inputs)."""
         return torch.stack([self.linear(*head) for head in zip(rows, matrices, strict=True)], 1)
+
+    def norm(
+        self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: Norm, gate: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Rows (..., width), or (..., num_heads, width), normalised, times a weight (width,), or (num_heads, width).
+
+        With a gate, as large as the rows, the product is multiplied with the gate's SiLU.
+        """
+        numbers = rows.float()
+        if kind.is_centred:
+            numbers = numbers - numbers.mean(-1, keepdim=True)
+        numbers = numbers * torch.rsqrt(numbers.pow(2).mean(-1, keepdim=True) + epsilon)
+        if kind.is_rounded:
+            out = weight * numbers.to(rows.dtype)
+        else:
+            out = (numbers * (weight.float() + 1.0 if kind.adds_one else weight)).to(rows.dtype)
+        return out if gate is None else (out * silu(gate.float())).to(rows.dtype)
+
+    def rotate(
+        self, queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: Rotary
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys (1, heads, num_rows, head_dim) turned by tables (1, num_rows, numbers of a table).
+
+        What exceeds the tables stays as it is.
+        """
+        tables = cos.unsqueeze(1), sin.unsqueeze(1)
+        return _rotated(queries, *tables, kind), _rotated(keys, *tables, kind)
+
+    def gate(self, gates: torch.Tensor, ups: torch.Tensor, activation: str) -> torch.Tensor:
+        """An activation (of `ACTIVATIONS`) of gates (..., width), times `ups`."""
+        return ACTIVATIONS[activation](gates) * ups
 
     @abstractmethod
     def attend(
@@ -176,6 +238,25 @@ def in_counts(
         rows = tuple(pad(each, (0, 0) * (each.dim() - 1 - axis) + (0, padding)) for each in rows)
     parts = [function(*part) for part in zip(*(torch.split(each, counts.most, axis) for each in rows), strict=True)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, axis)).narrow(axis, 0, count)
+
+
+def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: Rotary) -> torch.Tensor:
+    if kind.is_wide:
+        cos, sin = cos.float(), sin.float()
+    turned = cos.shape[-1] * (2 if kind.table is Table.HALF else 1)
+    if kind.table is Table.WHOLE:
+        tables = *_halves(cos, kind.in_pairs), *_halves(sin, kind.in_pairs)
+    else:
+        cos, sin = cos[..., : turned // 2], sin[..., : turned // 2]
+        tables = cos, cos, sin, sin
+    first, second = _halves(heads[..., :turned], kind.in_pairs)
+    both = first * tables[0] - second * tables[2], second * tables[1] + first * tables[3]
+    out = torch.stack(both, -1).flatten(-2) if kind.out_pairs else torch.cat(both, -1)
+    return torch.cat((out.to(heads.dtype), heads[..., turned:]), -1)
+
+
+def _halves(numbers: torch.Tensor, in_pairs: bool) -> Sequence[torch.Tensor]:
+    return (numbers[..., ::2], numbers[..., 1::2]) if in_pairs else numbers.chunk(2, -1)
 
 
 REFERENCE_NOTE = "--backend reference: torch's operators compute, many times slower than kernels"

@@ -46,10 +46,12 @@ def save_weights(model: PreTrainedModel, folder: Path, max_shard_size: str = "5G
         model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
-def save_model(folder: Path, config: PretrainedConfig = TINY, seed: int = 0) -> Path:
+def save_model(
+    folder: Path, config: PretrainedConfig = TINY, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Path:
     """A random model of any architecture, with a tokenizer of bytes."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config.eos_token_id = config.eos_token_id
     save_weights(model, folder, max_shard_size="200KB")
     save_tokenizer(folder)

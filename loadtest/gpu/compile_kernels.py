@@ -36,11 +36,13 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 
 from bough.config.flag_parser import FlagParser
+from bough.model.backend import ACTIVATIONS, Norm, Rotary, Table
 from bough.model.batch.path_spans import Paths
 from bough.model.checkpoint.gguf_file import BLOCKS
-from bough.model.gpu import attention_triton, delta_rule_triton, unpack_triton
+from bough.model.gpu import attention_triton, delta_rule_triton, rows_triton, unpack_triton
 from bough.model.quant.ggml_blocks import TYPES
 from bough.model.quant.mxfp4 import GROUP
+from bough.model.running.fused_parts import NORMS, ROTARIES
 
 CAPABILITIES = (80, 86, 89, 90, 120)
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # limit of a program
@@ -48,6 +50,8 @@ LOG = "assembler.log"  # the assembler's report, next to a kernel in Triton's ca
 ROW_COUNTS = (1, 2, 8, 64, 256)  # of calls whose bits for a row must be equal, and so their program
 KV_HEADS, TAIL = 8, 32
 INPUTS, OUTPUTS = 4096, 1024  # of a packed matrix
+HIDDEN = 4096
+WIDTHS = (64, 128, 256, 2880, 8192, 16384)  # of other rows, from heads to hidden sizes
 
 
 class Heads(NamedTuple):
@@ -138,12 +142,14 @@ class _AbsentGPU:
 
 
 def kernels() -> Iterator[Kernel]:
-    """All kernels: of recurrent layers, and in bfloat16 and float16 attention of every family and unpacking."""
+    """All kernels: of recurrent layers; in bfloat16 and float16 attention of every family, parts of rows, unpacking."""
     yield Kernel("gated delta rule", [partial(_recur, rows) for rows in ROW_COUNTS])
     for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         for heads in FAMILIES:
             calls = [partial(_attend, heads, dtype, rows) for rows in ROW_COUNTS]
             yield Kernel(f"attention, {heads}, {short}", calls)
+        for name, call_rows in _rows():
+            yield Kernel(f"{name}, {short}", [partial(call_rows, dtype, rows) for rows in ROW_COUNTS])
         for name, call in _unpacking():
             yield Kernel(f"{name}, {short}", [partial(call, dtype)])
 
@@ -166,6 +172,39 @@ def _recur(num_rows: int) -> None:
     qkv, gates = torch.zeros(num_rows, (2 * key_heads + heads) * dim), torch.zeros(num_rows, heads)
     table, states = torch.zeros(num_rows, 5, dtype=torch.int32), torch.zeros(heads, 3, dim, dim)
     delta_rule_triton.take_steps(qkv, gates, gates, table, states, key_heads, 0)
+
+
+def _rows() -> Iterator[tuple[str, Callable[[torch.dtype, int], None]]]:
+    """Norms of every kind and width, rotary embeddings in every layout, and gates."""
+    for kind in NORMS:
+        yield f"norm of {HIDDEN}, {kind}", partial(_norm, kind, HIDDEN, False)
+    for width in WIDTHS:
+        yield f"norm of {width}", partial(_norm, NORMS[0], width, False)
+    yield "norm of 128 with a gate", partial(_norm, NORMS[0], 128, True)
+    for layout in ROTARIES:
+        yield f"rotary, {layout}", partial(_rotate, layout, 128, 128)
+    for dim, turned in ((64, 64), (96, 96), (128, 96), (256, 64), (256, 256)):
+        yield f"rotary, {turned} of {dim}", partial(_rotate, ROTARIES[0], dim, turned)
+    for activation in ACTIVATIONS:
+        yield f"gate by {activation}", partial(_gate, activation)
+
+
+def _norm(kind: Norm, width: int, has_gate: bool, dtype: torch.dtype, num_rows: int) -> None:
+    """Also of rows that are a part of others."""
+    for rows in (torch.zeros(1, num_rows, width, dtype=dtype), torch.zeros(1, num_rows, width + 64, dtype=dtype)):
+        part = rows[:, :, :width]
+        rows_triton.norm(part, torch.zeros(width, dtype=dtype), 1e-6, kind, part if has_gate else None)
+
+
+def _rotate(kind: Rotary, dim: int, turned: int, dtype: torch.dtype, num_rows: int) -> None:
+    queries, keys = (torch.zeros(1, num_rows, heads, dim, dtype=dtype).transpose(1, 2) for heads in (32, KV_HEADS))
+    table = torch.zeros(1, num_rows, turned // 2 if kind.table is Table.HALF else turned, dtype=dtype)
+    rows_triton.rotate(queries, keys, table, table, kind)
+
+
+def _gate(activation: str, dtype: torch.dtype, num_rows: int) -> None:
+    numbers = torch.zeros(1, num_rows, 4 * HIDDEN, dtype=dtype)
+    rows_triton.gate(numbers, numbers, activation)
 
 
 def _unpacking() -> Iterator[tuple[str, Callable[[torch.dtype], None]]]:

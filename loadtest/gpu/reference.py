@@ -76,8 +76,9 @@ def steps_of_table(
 
 def kernels_by_torch() -> Kernels:
     """Kernels for models of `loadtest.gpu.random_models`, which have no other packed weights than these."""
-    nothing = _unpacks_nothing
-    return Kernels(attend_by_mask, steps_of_table, nothing, nothing, load("reference").write_along, nothing)
+    nothing, ours = _unpacks_nothing, load("reference")
+    parts = ours.norm, ours.rotate, ours.gate
+    return Kernels(attend_by_mask, steps_of_table, *parts, nothing, nothing, ours.write_along, nothing)
 
 
 def _unpacks_nothing(*_: object) -> None:

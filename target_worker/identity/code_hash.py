@@ -30,7 +30,7 @@ OTHERS = modules(
     ("bough.model.checkpoint", "gguf_model tensor_source"),
     ("bough.model.kv", "session_kv slot state_shape states"),
     ("bough.model.loading", "loading"),
-    ("bough.model.running", "batch_invariance host_embeddings"),
+    ("bough.model.running", "batch_invariance fused_parts host_embeddings"),
     ("bough.model.sampling", "sampler"),
     ("bough.model.sizes", "target_limits"),
     ("bough.protocol", "sampling_params"),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bough.errors import ConfigError
-from bough.model.backend import Backend, in_counts
+from bough.model.backend import Backend, Norm, Rotary, in_counts
 from bough.model.batch.batch import Chunk
 from bough.model.batch.state_steps import StateSteps
 from bough.model.faults import is_full, named_faults
@@ -22,10 +22,13 @@ FIXED = RowCounts(256, 256)  # rows of the library's products: it chooses a kern
 
 
 class Kernels(NamedTuple):
-    """Functions of `attention_triton`, `delta_rule_triton` and `unpack_triton` in `bough.model.gpu`."""
+    """Functions of `attention_triton`, `delta_rule_triton`, `rows_triton` and `unpack_triton` in `bough.model.gpu`."""
 
     attend: Callable[..., torch.Tensor]
     take_steps: Callable[..., torch.Tensor]
+    norm: Callable[..., torch.Tensor]
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    gate: Callable[..., torch.Tensor]
     write_down: Callable[..., None]
     write_across: Callable[..., None]
     write_along: Callable[..., None]
@@ -36,14 +39,13 @@ class Kernels(NamedTuple):
 def kernels() -> Kernels:
     """The Triton kernels, imported when first used. Raises ConfigError if Triton is not installed."""
     try:
-        from bough.model.gpu import attention_triton, delta_rule_triton, unpack_triton
+        from bough.model.gpu import attention_triton, delta_rule_triton, rows_triton, unpack_triton
     except ImportError as exc:
         raise ConfigError(
             f"--device: for a GPU Triton must be installed, which torch's builds for GPUs bring along, got {exc}"
         ) from exc
-    own = [getattr(unpack_triton, name) for name in Kernels._fields[2:-1]]
-    of_rows = attention_triton.attend_by_triton, delta_rule_triton.take_steps
-    return Kernels(*(*of_rows, *own, unpack_triton.write_blocks))
+    functions = vars(delta_rule_triton) | vars(rows_triton) | vars(unpack_triton)
+    return Kernels(attention_triton.attend_by_triton, *(functions[name] for name in Kernels._fields[1:]))
 
 
 class TritonBackend(Backend):
@@ -75,6 +77,19 @@ class TritonBackend(Backend):
 
     def linear_by_head(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         return products_by_library(rows, matrices)
+
+    def norm(
+        self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: Norm, gate: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return kernels().norm(rows, weight, epsilon, kind, gate)
+
+    def rotate(
+        self, queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: Rotary
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernels().rotate(queries, keys, cos, sin, kind)
+
+    def gate(self, gates: torch.Tensor, ups: torch.Tensor, activation: str) -> torch.Tensor:
+        return kernels().gate(gates, ups, activation)
 
     def attend(
         self, chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any

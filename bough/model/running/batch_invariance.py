@@ -21,10 +21,10 @@ from bough.model.architecture.moe import has_own_products
 from bough.model.backend import Backend, backend_of, in_counts
 from bough.model.loading.loading import Skeleton
 from bough.model.quant.format import WeightFormat
+from bough.model.running.fused_parts import fuse_parts
 from bough.sizing.row_counts import OWN_MOST, RowCounts
 
 Product = Callable[..., torch.Tensor]  # of rows, a matrix (outputs, inputs) and an optional bias
-NORM_ROWS = RowCounts(256, 256)
 STEP = 4  # rows are padded to multiples of this for our own products: two threads split that into whole vectors
 
 
@@ -43,8 +43,7 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
         if not has_own_products(module):
             module.forward = _with_product(module.forward, product)
     if backend.takes_any_rows:
-        for module in (*filter(_is_norm, decoder.layers.modules()), decoder.norm):
-            module.forward = partial(_norm, module, module.forward)
+        fuse_parts(decoder, backend)
         return counts
     for module in (decoder.norm, head):
         module.forward = partial(in_counts, module.forward, counts, axis=1)
@@ -116,14 +115,3 @@ def _with_product(function: Callable[..., Any], product: Product) -> Callable[..
 
 def _forward(module: nn.Linear, product: Product, rows: torch.Tensor) -> torch.Tensor:
     return product(rows, module.weight, module.bias)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
-
-
-def _norm(module: Any, function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
-    """A norm of any number of rows of some axes: on a GPU torch divides a row's sum by the number of rows."""
-    weight = getattr(module, "weight", None)
-    shape = rows[0].shape[-weight.dim() if weight is not None else -1 :]
-    return in_counts(function, NORM_ROWS, *(each.reshape(-1, *shape) for each in rows)).view(rows[0].shape)

@@ -315,7 +315,7 @@ def _sending(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function as a kernel launch: it gets CPU tensors, and returns a tensor or writes to its last operand."""
+    """Wrap a function as a kernel launch: it gets CPU tensors, and returns tensors or writes to its last operand."""
 
     def launch(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -326,7 +326,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
         notes.launches[function.__name__] += 1
         out = function(*tree_map(raw, args), **tree_map(raw, kwargs))
         notes.order.computes([raw(x) for x in tensors], [raw(tensors[-1])] if out is None else [], index)
-        return Pretended(out, index) if isinstance(out, torch.Tensor) else out
+        return tree_map(lambda made: Pretended(made, index) if isinstance(made, torch.Tensor) else made, out)
 
     return launch
 

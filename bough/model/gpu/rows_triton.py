@@ -1,0 +1,246 @@
+"""Norms, rotary embeddings and gated activations on a GPU: one Triton kernel in place of several operators of torch.
+
+Intermediate numbers are rounded where torch's operators round them. A program computes the sum over a row, in an order
+that depends on the row's width alone; everything else is computed number by number. So a row's bits do not depend on
+the number of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bough.model.backend import Norm, Rotary, Table
+
+ALIGNED = 16  # bytes: rows that begin elsewhere are copied, as their program might add in another order
+NUMBERS_PER_WARP = 512  # of a norm's row
+MOST_WARPS = 16
+TILE_NUMBERS = 1024  # of a program without sums
+OPTIONS = {"enable_fp_fusion": False}  # as operators of torch do not fuse; the default differs between versions
+_VARYING = ("stride", "gate_stride")  # of the same rows in a tensor of their own, or as part of a larger one
+
+
+@triton.jit
+def nearest(value: tl.tensor, like: tl.tensor) -> tl.tensor:
+    """Numbers float32, rounded to the type of a pointer's; Triton's interpreter does not round to bfloat16 itself."""
+    if like.dtype.element_ty == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)  # not of a NaN, which would overflow
+    return value.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _silu(value: tl.tensor) -> tl.tensor:
+    return tl.div_rn(value, 1.0 + tl.exp(-value))
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
+def norm_row(
+    rows: tl.tensor,  # (num_rows, WIDTH)
+    gates: tl.tensor,  # as `rows`; used with HAS_GATE
+    weights: tl.tensor,  # (NUM_WEIGHTS, WIDTH), by turns
+    out: tl.tensor,  # (num_rows, WIDTH)
+    stride: tl.tensor,
+    gate_stride: tl.tensor,
+    epsilon: tl.tensor,
+    WIDTH: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,  # as the fields of `Norm`
+    IS_CENTRED: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIVISOR: tl.constexpr,  # of both strides
+) -> None:
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    is_in = columns < WIDTH
+    value = tl.load(rows + tl.multiple_of(row * stride, DIVISOR) + columns, mask=is_in, other=0.0).to(tl.float32)
+    if IS_CENTRED:
+        value = tl.where(is_in, value - tl.div_rn(tl.sum(value, 0), 1.0 * WIDTH), 0.0)
+    mean = tl.div_rn(tl.sum(value * value, 0), 1.0 * WIDTH)
+    value = value * tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon))
+    weight = tl.load(weights + row % NUM_WEIGHTS * WIDTH + columns, mask=is_in, other=0.0).to(tl.float32)
+    if ADDS_ONE:
+        weight = weight + 1.0
+    value = nearest(weight * nearest(value, rows), weights) if IS_ROUNDED else nearest(weight * value, out)
+    if HAS_GATE:
+        gate = tl.load(gates + tl.multiple_of(row * gate_stride, DIVISOR) + columns, mask=is_in, other=0.0)
+        value = nearest(value * _silu(gate.to(tl.float32)), out)
+    tl.store(out + row * WIDTH + columns, value.to(out.dtype.element_ty), mask=is_in)
+
+
+def norm(
+    rows: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: Norm, gate: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`Backend.norm`."""
+    width = rows.shape[-1]
+    if kind.is_rounded:
+        weight = weight.to(torch.promote_types(rows.dtype, weight.dtype))
+    dtype = weight.dtype if kind.is_rounded and gate is None else rows.dtype
+    out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    divisor = min(ALIGNED // rows.dtype.itemsize, width & -width)
+    flat = _flat(rows, divisor)
+    gates = flat if gate is None else _flat(gate, divisor)
+    constants = {"WIDTH": width, "NUM_WEIGHTS": weight.numel() // width, "HAS_GATE": gate is not None}
+    constants |= {"IS_ROUNDED": kind.is_rounded, "IS_CENTRED": kind.is_centred, "ADDS_ONE": kind.adds_one}
+    block = triton.next_power_of_2(width)
+    num_warps = min(MOST_WARPS, max(1, block // NUMBERS_PER_WARP))
+    numbers = flat.stride(0), gates.stride(0), epsilon
+    norm_row[(len(flat),)](
+        flat, gates, weight, out, *numbers, **constants, BLOCK=block, DIVISOR=divisor, num_warps=num_warps, **OPTIONS
+    )
+    return out
+
+
+def _flat(rows: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Rows (num_rows, width), copied if they do not begin at multiples of `divisor` numbers and `ALIGNED` bytes."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    is_aligned = flat.stride(1) == 1 and flat.stride(0) % divisor == 0 and flat.data_ptr() % ALIGNED == 0
+    return flat if is_aligned else flat.clone(memory_format=torch.contiguous_format)
+
+
+@triton.jit
+def _turn(
+    numbers: tl.tensor,  # a row's heads, of WIDTH numbers
+    head_stride: tl.tensor,
+    out: tl.tensor,
+    cos: tl.tensor,  # the row's
+    sin: tl.tensor,
+    head: tl.tensor,  # of a tile
+    NUM_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TURNED: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    OUT_PAIRS: tl.constexpr,
+    STEP: tl.constexpr,
+    SECOND: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+) -> None:
+    HALF: tl.constexpr = TURNED // 2
+    j, is_head = tl.arange(0, BLOCK)[None, :], (head < NUM_HEADS)[:, None]
+    is_pair, is_in = j < HALF, is_head & (j < HALF)
+    from_, to = numbers + head[:, None] * head_stride, out + head[:, None] * WIDTH
+    first = tl.load(from_ + (2 * j if IN_PAIRS else j), mask=is_in, other=0.0).to(tl.float32)
+    second = tl.load(from_ + (2 * j + 1 if IN_PAIRS else j + HALF), mask=is_in, other=0.0).to(tl.float32)
+    first_cos = first * tl.load(cos + STEP * j, mask=is_pair, other=0.0).to(tl.float32)
+    second_sin = second * tl.load(sin + STEP * j, mask=is_pair, other=0.0).to(tl.float32)
+    second_cos = second * tl.load(cos + STEP * j + SECOND, mask=is_pair, other=0.0).to(tl.float32)
+    first_sin = first * tl.load(sin + STEP * j + SECOND, mask=is_pair, other=0.0).to(tl.float32)
+    if not IS_WIDE:
+        first_cos, second_sin = nearest(first_cos, out), nearest(second_sin, out)
+        second_cos, first_sin = nearest(second_cos, out), nearest(first_sin, out)
+    first, second = nearest(first_cos - second_sin, out), nearest(second_cos + first_sin, out)
+    tl.store(to + (2 * j if OUT_PAIRS else j), first.to(out.dtype.element_ty), mask=is_in)
+    tl.store(to + (2 * j + 1 if OUT_PAIRS else j + HALF), second.to(out.dtype.element_ty), mask=is_in)
+    if WIDTH > TURNED:
+        rest = TURNED + tl.arange(0, REST)[None, :]
+        tl.store(to + rest, tl.load(from_ + rest, mask=is_head & (rest < WIDTH)), mask=is_head & (rest < WIDTH))
+
+
+@triton.jit
+def turn_row(
+    queries: tl.tensor,  # (num_rows, NUM_QUERIES, QUERY_WIDTH), as `keys`
+    keys: tl.tensor,
+    cos: tl.tensor,  # (num_rows, numbers of a table)
+    sin: tl.tensor,
+    turned_queries: tl.tensor,
+    turned_keys: tl.tensor,
+    query_row: tl.tensor,  # strides of a row and of a head
+    query_head: tl.tensor,
+    key_row: tl.tensor,
+    key_head: tl.tensor,
+    cos_row: tl.tensor,
+    sin_row: tl.tensor,
+    NUM_QUERIES: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
+    QUERY_WIDTH: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    TURNED: tl.constexpr,  # numbers of a head that turn; the rest is copied
+    IN_PAIRS: tl.constexpr,  # as the fields of `Rotary`
+    OUT_PAIRS: tl.constexpr,
+    STEP: tl.constexpr,  # from a pair's number in a table to the next pair's
+    SECOND: tl.constexpr,  # from a pair's first number to its second
+    IS_WIDE: tl.constexpr,  # products are not rounded
+    HEADS: tl.constexpr,  # of a program
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+) -> None:
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    QUERY_TILES: tl.constexpr = (NUM_QUERIES + HEADS - 1) // HEADS
+    cos += row * cos_row
+    sin += row * sin_row
+    heads = tl.arange(0, HEADS)
+    if tile < QUERY_TILES:
+        _turn(
+            queries + row * query_row, query_head, turned_queries + row * (NUM_QUERIES * QUERY_WIDTH), cos, sin,
+            tile * HEADS + heads, NUM_QUERIES, QUERY_WIDTH, TURNED, IN_PAIRS, OUT_PAIRS, STEP, SECOND, IS_WIDE, BLOCK,
+            REST,
+        )  # fmt: skip
+    else:
+        _turn(
+            keys + row * key_row, key_head, turned_keys + row * (NUM_KEYS * KEY_WIDTH), cos, sin,
+            (tile - QUERY_TILES) * HEADS + heads, NUM_KEYS, KEY_WIDTH, TURNED, IN_PAIRS, OUT_PAIRS, STEP, SECOND,
+            IS_WIDE, BLOCK, REST,
+        )  # fmt: skip
+
+
+def rotate(
+    queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: Rotary
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Backend.rotate`; a row's heads are side by side in the memory of the results."""
+    turned = cos.shape[-1] * (2 if kind.table is Table.HALF else 1)
+    is_wide = kind.is_wide or torch.promote_types(queries.dtype, cos.dtype) != queries.dtype
+    is_whole = kind.table is Table.WHOLE
+    step, second = (2, 1) if is_whole and kind.in_pairs else (1, turned // 2 if is_whole else 0)
+    widths = queries.shape[-1], keys.shape[-1]
+    block = triton.next_power_of_2(turned // 2)
+    heads = max(1, TILE_NUMBERS // block)
+    cos, sin = (table if table.stride(2) == 1 else table.contiguous() for table in (cos, sin))
+    queries, keys = (numbers if numbers.stride(3) == 1 else numbers.contiguous() for numbers in (queries, keys))
+    by_row = [numbers.transpose(1, 2) for numbers in (queries, keys)]
+    outs = [torch.empty(numbers.shape, dtype=numbers.dtype, device=numbers.device) for numbers in by_row]
+    strides = [numbers.stride(axis) for numbers in by_row for axis in (1, 2)] + [cos.stride(1), sin.stride(1)]
+    sizes = {"NUM_QUERIES": queries.shape[1], "NUM_KEYS": keys.shape[1], "TURNED": turned}
+    sizes |= {"QUERY_WIDTH": widths[0], "KEY_WIDTH": widths[1], "STEP": step, "SECOND": second, "IS_WIDE": is_wide}
+    sizes |= {"IN_PAIRS": kind.in_pairs, "OUT_PAIRS": kind.out_pairs, "HEADS": heads, "BLOCK": block}
+    grid = queries.shape[2], triton.cdiv(queries.shape[1], heads) + triton.cdiv(keys.shape[1], heads)
+    rest = triton.next_power_of_2(max(1, max(widths) - turned))
+    turn_row[grid](*by_row, cos, sin, *outs, *strides, **sizes, REST=rest, **OPTIONS)
+    return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
+
+
+@triton.jit
+def gate_row(
+    gates: tl.tensor,  # (num_rows, width)
+    ups: tl.tensor,
+    out: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    width: tl.tensor,
+    IS_SILU: tl.constexpr,  # or GELU by tanh
+    BLOCK: tl.constexpr,
+) -> None:
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = columns < width
+    gate = tl.load(gates + row * gate_stride + columns, mask=is_in, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * up_stride + columns, mask=is_in, other=0.0).to(tl.float32)
+    if IS_SILU:
+        gate = _silu(gate)
+    else:  # (1 + tanh(x)) / 2 is the logistic function of 2 x, 2 * sqrt(2 / pi) is 1.5957691216057308
+        gate = tl.div_rn(gate, 1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    product = nearest(nearest(gate, out) * up, out)
+    tl.store(out + row * width + columns, product.to(out.dtype.element_ty), mask=is_in)
+
+
+def gate(gates: torch.Tensor, ups: torch.Tensor, activation: str) -> torch.Tensor:
+    """`Backend.gate`."""
+    out, width = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device), gates.shape[-1]
+    flat = [numbers.reshape(-1, width) for numbers in (gates, ups)]
+    grid = len(flat[0]), triton.cdiv(width, TILE_NUMBERS)
+    numbers = flat[0].stride(0), flat[1].stride(0), width
+    gate_row[grid](*flat, out, *numbers, IS_SILU=activation == "silu", BLOCK=TILE_NUMBERS, **OPTIONS)
+    return out

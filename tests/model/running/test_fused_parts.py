@@ -1,0 +1,155 @@
+"""Modules of transformers whose norms, rotations and gates become the backend's, and those that stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import relu, silu
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from bough.model.backends.reference import ReferenceBackend
+from bough.model.running.fused_parts import fuse_parts
+
+
+class Noting(ReferenceBackend):
+    """torch's formulas; notes which were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def norm(self, *arguments: Any) -> torch.Tensor:
+        self.asked.append("norm")
+        return super().norm(*arguments)
+
+    def rotate(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append("rotate")
+        return super().rotate(*arguments)
+
+    def gate(self, *arguments: Any) -> torch.Tensor:
+        self.asked.append("gate")
+        return super().gate(*arguments)
+
+
+def fused(module: nn.Module) -> list[str]:
+    """Which of the backend's functions it will use is noted in this list."""
+    backend = Noting()
+    fuse_parts(module, backend)
+    return backend.asked
+
+
+class OtherNorm(nn.Module):
+    """Divides by the mean of absolute numbers."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(shape))
+        self.rows: list[int] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.rows.append(len(hidden))
+        return self.weight * hidden / hidden.abs().mean(-1, keepdim=True)
+
+
+class Scale(nn.Module):
+    """Computes each number alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden
+
+
+class Gated(nn.Module):
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor], is_sum: bool = False) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(8, 8) for _ in range(3))
+        self.activation, self.is_sum = activation, is_sum
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = self.activation(self.gate_proj(hidden)), self.up_proj(hidden)
+        result: torch.Tensor = self.down_proj(gate + up if self.is_sum else gate * up)
+        return result
+
+
+def turned_by_ones(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Any, Any]:
+    return q + 1, k + 1
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, heads: torch.Tensor, table: torch.Tensor, *, axis: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        if axis != 1:
+            return apply_rotary_pos_emb(heads, heads, table, table, axis)  # type: ignore[no-any-return]
+        return apply_rotary_pos_emb(heads, heads, table, table)  # type: ignore[no-any-return]
+
+
+class OtherAttention(Attention):
+    def forward(self, heads: torch.Tensor, table: torch.Tensor, *, axis: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        return turned_by_ones(heads, heads, table, table)
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-5])
+def test_a_norm_is_found_with_its_epsilon(epsilon: float) -> None:
+    module, rows = LlamaRMSNorm(16, eps=epsilon).bfloat16(), (1e-3 * torch.randn(1, 3, 16)).bfloat16()
+    wanted = module(rows)
+    asked = fused(module)
+    assert torch.equal(module(rows), wanted)
+    assert asked == ["norm"]
+
+
+@pytest.mark.parametrize("shape", [(16,), (4, 16)])
+def test_a_norm_that_is_not_known_gets_a_fixed_number_of_rows(shape: tuple[int, ...]) -> None:
+    module, rows = OtherNorm(*shape), torch.randn(1, 6, 4, 16)
+    wanted = module(rows)
+    asked = fused(module)
+    module.rows.clear()
+    assert torch.equal(module(rows), wanted)
+    assert not asked
+    assert module.rows == [256]
+
+
+@pytest.mark.parametrize("make", [Scale, lambda: nn.LayerNorm(16), lambda: nn.Linear(16, 16), nn.SiLU, nn.Identity])
+def test_what_computes_a_row_by_itself_stays(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    fused(module)
+    assert "forward" not in vars(module)
+
+
+def test_gates_are_found_by_their_activation() -> None:
+    rows = torch.randn(1, 3, 8)
+    for module, wanted_asked in ((Gated(silu), ["gate"]), (Gated(relu), []), (Gated(silu, is_sum=True), [])):
+        wanted = module(rows)
+        asked = fused(module)
+        assert torch.equal(module(rows), wanted)
+        assert asked == wanted_asked
+
+
+def test_rotations_are_found_when_they_are_called() -> None:
+    heads, table = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 8)
+    for module, axis, wanted_asked in (
+        (Attention(), 1, ["rotate"]),
+        (Attention(), 2, []),
+        (OtherAttention(), 1, []),
+    ):
+        wanted = module(heads, table, axis=axis)
+        asked = fused(module)
+        assert all(map(torch.equal, module(heads, table, axis=axis), wanted))
+        assert asked == wanted_asked
+    assert apply_rotary_pos_emb.__module__.startswith("transformers"), "other models keep the module's own"
+
+
+def test_a_table_of_another_type_makes_another_formula() -> None:
+    """Llama's then returns float32, which the backend does not."""
+    heads, table, module = torch.randn(1, 2, 3, 8).bfloat16(), torch.randn(1, 3, 8), Attention()
+    asked = fused(module)
+    assert module(heads, table)[0].dtype == torch.float32
+    assert not asked
