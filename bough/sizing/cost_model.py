@@ -4,6 +4,8 @@ A sweep takes the maximum of two concurrent activities: streamed layers cross th
 multiplied with each layer. Hidden states also cross to other accelerators that have layers, and back. Link time
 does not depend on the tree, except for experts read on demand; compute time grows with the padded rows. The knee is the
 number of rows where compute time exceeds link time: below it, nodes are nearly free.
+
+What a GPU does is assumed, by the constants below, until it is measured.
 """
 
 from __future__ import annotations
@@ -19,6 +21,12 @@ GIGABYTE = 1000**3
 MOST_TOKENS = 1 << 20  # upper limit of the search for the knee
 HOP_SECONDS = 30e-6  # latency of a crossing between accelerators; assumed
 MORE_GIGABYTES = (1, 4)  # amounts of added memory in the price list
+
+# Assumed of bough's own products on a GPU; others' Triton kernels reach about as much with few rows.
+PEAK_SHARE = 0.55  # of the dense 16-bit peak of tensor cores that add in float32
+MEMORY_SHARE = 0.5  # of the bandwidth of its memory
+LAYER_SECONDS = 0.25e-3  # of all else in a layer: attention to 1,000 tokens, norms, launches
+TILES = (16, 32, 64, 128)  # rows that one program multiplies
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +59,9 @@ class Work:
 
     token_flops: float  # of one row, in all layers and the output head
     weight_bytes: int  # read from the accelerator's memory by each chunk of rows
-    unpacked_bytes: int = 0  # of weights that are unpacked from 4 or 8 bits
+    unpacked_bytes: int = 0  # of weights that are unpacked from 4 or 8 bits, once in a sweep
     experts: ExpertWork | None = None
-    is_unpacked_by_chunk: bool = False  # by every chunk of rows instead of once in a sweep
+    other_seconds: float = 0.0  # of a sweep, besides products; 0 if not known
 
     @property
     def flops_per_token(self) -> float:
@@ -68,15 +76,29 @@ class Work:
         """Bytes that a chunk with `num_tokens` tokens reads from memory."""
         return self.weight_bytes + (self.experts.share(num_tokens) * self.experts.weight_bytes if self.experts else 0.0)
 
-    @property
-    def bytes_unpacked_by_chunk(self) -> int:
-        """Bytes unpacked for every chunk of rows."""
-        return self.unpacked_bytes if self.is_unpacked_by_chunk else 0
+    def bytes_unpacked(self, num_tokens: int) -> float:
+        """Bytes unpacked for a sweep, experts only if its tokens choose them."""
+        return self.unpacked_bytes + (
+            self.experts.share(num_tokens) * self.experts.unpacked_bytes if self.experts else 0
+        )
 
-    def bytes_unpacked_once(self, num_tokens: int) -> float:
-        """Bytes unpacked once for a sweep: the experts that its tokens choose, and all that chunks do not unpack."""
-        experts = self.experts.share(num_tokens) * self.experts.unpacked_bytes if self.experts else 0.0
-        return experts + self.unpacked_bytes - self.bytes_unpacked_by_chunk
+
+@dataclass(frozen=True, slots=True)
+class TiledWork(Work):
+    """Work of a model on a GPU, where rows are multiplied in tiles of equal size.
+
+    Tiles that need the same weights follow one another, so a chunk reads weights once.
+    """
+
+    def flops(self, num_rows: int, num_tokens: int) -> float:
+        """As of `Work`, of tiles instead of `num_rows`."""
+        return Work.flops(self, tiled(num_tokens), num_tokens)
+
+
+def tiled(num_tokens: int) -> int:
+    """Rows of all tiles of `num_tokens` rows, which have the smallest size that holds them or else the largest."""
+    size = next((size for size in TILES if num_tokens <= size), TILES[-1])
+    return -(-num_tokens // size) * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +107,10 @@ class Speed:
 
     per_second: float
     origin: str  # "measured: ...", or the flag that sets it
+
+    def reached(self, share: float) -> Speed:
+        """The share of this speed that bough is assumed to reach."""
+        return Speed(share * self.per_second, f"assumed: {100 * share:.0f} % of that {self.origin}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +139,16 @@ class SweepModel:
     hidden_bytes: int = 0  # of a row's hidden state
 
     def chunk_seconds(self, num_tokens: int) -> float:
-        """Seconds of a chunk's products, padding and unpacking included."""
-        seconds = step_seconds(self.work, self.rows.padded(num_tokens), num_tokens, self.speeds)
-        unpack = self.speeds.unpack
-        return seconds + (self.work.bytes_unpacked_by_chunk / unpack.per_second if unpack else 0.0)
+        """Seconds of a chunk's products, padding included."""
+        return step_seconds(self.work, self.rows.padded(num_tokens), num_tokens, self.speeds)
 
     def compute_seconds(self, num_tokens: int) -> float:
         """Compute seconds of a sweep: unpacking of weights, all chunks, and hidden states crossing accelerators."""
         whole, rest = divmod(num_tokens, self.rows.most)
         seconds = whole * self.chunk_seconds(self.rows.most) + (self.chunk_seconds(rest) if rest else 0.0)
-        unpacked, unpack = self.work.bytes_unpacked_once(num_tokens), self.speeds.unpack
+        unpacked, unpack = self.work.bytes_unpacked(num_tokens), self.speeds.unpack
         seconds += unpacked / unpack.per_second if unpack else 0.0
-        return seconds + self.crossing_seconds(num_tokens)
+        return seconds + self.work.other_seconds + self.crossing_seconds(num_tokens)
 
     def crossing_seconds(self, num_tokens: int) -> float:
         """Seconds of a sweep in which its hidden states cross from one accelerator to another."""

@@ -115,9 +115,9 @@ def planned(skeleton: Skeleton) -> list[LayerExtents]:
     return [plan_layer(f"layer {index}", slots) for index, slots in enumerate(skeleton.layer_slots)]
 
 
-def placed(skeleton: Skeleton, machine: Machine, num_layers: int, num_rows: int) -> Placement:
-    """Place the first layers of a model and a KV slot of `num_rows` tokens in the machine's memory."""
-    layers = planned(skeleton)[:num_layers]
+def placed(skeleton: Skeleton, machine: Machine, num_rows: int) -> Placement:
+    """Place a model's layers and a KV slot of `num_rows` tokens in the machine's memory."""
+    layers = planned(skeleton)
     sizes = [layer.num_bytes for layer in layers]
     on_host, rows, on_gpu = host_bytes(skeleton, machine.device.type), machine.rows, machine.device.type != "cpu"
     fixed = Fixed(
@@ -131,15 +131,6 @@ def placed(skeleton: Skeleton, machine: Machine, num_layers: int, num_rows: int)
     return place(sizes, fixed, budgets)
 
 
-def layers_without_disk(checkpoint: Checkpoint, machine: Machine, num_rows: int) -> int:
-    """The number of layers that device and host memory hold together."""
-    skeleton = build_skeleton(checkpoint, torch.bfloat16)
-    fits = (
-        n for n in range(len(skeleton.layers), 1, -1) if not placed(skeleton, machine, n, num_rows).layers(Tier.DISK)
-    )
-    return next(fits, 1)
-
-
 @contextmanager
 def streamed(
     checkpoint: Checkpoint,
@@ -148,13 +139,15 @@ def streamed(
     kv_streams: DeviceStreams | None = None,
     elsewhere: Mapping[int, torch.device] | None = None,
     kv_elsewhere: Mapping[int, DeviceStreams] | None = None,
+    placement: Placement | None = None,
 ) -> Iterator[StreamedModel]:
     """The model as a target runs it, with KV of `num_rows` tokens; with `kv_streams`, KV stays on the host.
 
-    Layers `elsewhere` stay on other devices; `kv_elsewhere` are the streams for their KV.
+    Layers `elsewhere` stay on other devices; `kv_elsewhere` are the streams for their KV. By default layers are placed
+    next to this KV.
     """
     skeleton = build_skeleton(checkpoint, torch.bfloat16)
-    placement = placed(skeleton, machine, len(skeleton.layers), num_rows)
+    placement = placement or placed(skeleton, machine, num_rows)
     if elsewhere:
         tiers_with = (Tier.ELSEWHERE if i in elsewhere else tier for i, tier in enumerate(placement.tiers))
         placement = replace(placement, tiers=tuple(tiers_with))

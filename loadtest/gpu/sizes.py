@@ -40,7 +40,7 @@ def _llama(hidden: int, intermediate: int, heads: int, kv_heads: int, layers: in
         num_key_value_heads=kv_heads,
         num_hidden_layers=layers,
         vocab_size=vocab,
-        max_position_embeddings=4096,
+        max_position_embeddings=8192,
     )
 
 

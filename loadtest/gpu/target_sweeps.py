@@ -13,15 +13,23 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 
+from bough.config.processes import TargetConfig, parse
+from bough.model.architecture.architecture import load_config, max_positions
+from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.session_kv import KVSlot
-from bough.model.sizes.memory_budget import GPU_SHARE, whole_device_bytes
-from bough.sizing.placement import Tier
+from bough.model.loading.default_settings import settled
+from bough.model.running.batch_invariance import product_of
+from bough.model.sizes.hardware_probe import matrix_speed, memory_speed
+from bough.model.sizes.memory_budget import GPU_SHARE, budgets, whole_device_bytes, with_kv_memory
+from bough.model.sizes.model_sizes import FoundModel, ModelShapes, model_shapes
+from bough.sizing.cost_model import MEMORY_SHARE, Speed, Speeds, SweepModel, sweep_model
+from bough.sizing.placement import Placement, Tier, place
 from bough.trees.tree import Tree
 from loadtest.common.inline_streams import InlineStreams
 from loadtest.gpu.chosen import SweepSeconds, chosen
-from loadtest.gpu.random_models import Machine, layers_without_disk, repeated, streamed, write_random
+from loadtest.gpu.random_models import Machine, repeated, streamed, write_random
 from loadtest.gpu.sizes import Sizes
 from loadtest.gpu.supervised import Keep
 from target_worker.link.streams import CudaStreams, DeviceStreams
@@ -72,10 +80,10 @@ class Sweeps:
         return seconds, sum(f.wait_ns for f in figures) / repeats / 1e9
 
 
-def sweeps(timed: Sweeps, sizes: Sizes, bits: int, rate: float, report: Keep) -> list[dict[str, Any]]:
-    """Seconds of a sweep by tokens, compared with the time of its bytes at `rate` bytes per second."""
+def sweeps(timed: Sweeps, sizes: Sizes, bits: int, expected: SweepModel, report: Keep) -> list[dict[str, Any]]:
+    """Seconds of a sweep by tokens, compared with those of `bough plan`, and with the time of its bytes on the link."""
     placement, rows = timed.model.tiers.placement, []
-    ideal = placement.link_bytes / rate
+    ideal = expected.link_seconds
     for size in sizes.trees:
         seconds, waiting = timed.timed(random_tree(size, timed.model.skeleton.vocab_size))
         row = {
@@ -84,6 +92,7 @@ def sweeps(timed: Sweeps, sizes: Sizes, bits: int, rate: float, report: Keep) ->
             "layers": {tier.value: len(placement.layers(tier)) for tier in Tier},
             "link_gb": round(placement.link_bytes / 1e9, 3),
             "seconds": round(seconds, 4),
+            "expected_seconds": round(expected.seconds(size), 4),
             "ideal_seconds": round(ideal, 4),
             "link_efficiency": round(ideal / seconds, 3) if ideal else None,  # nothing streams
             "waiting_for_layers_seconds": round(waiting, 4),
@@ -127,18 +136,44 @@ def big_model(
     The draft takes `step_seconds` for each level of a tree; if that is unknown, no tree is chosen.
     """
     wanted, num_rows = min(num_asked, sizes.max_layers), CONTEXT + max(sizes.trees)
-    num_layers = layers_without_disk(repeated(source, wanted, folder / f"{bits}-asked"), machine, num_rows)
-    if num_layers < wanted:
+    checkpoint = repeated(source, wanted, folder / f"{bits}-asked")
+    shapes, placement = _placed(checkpoint, machine)
+    if on_disk := len(placement.layers(Tier.DISK)):
+        num_layers = max(1, wanted - on_disk)
         print(f"{bits} bits: {num_layers} of {wanted} layers, as the two memories hold no more", flush=True)
-    checkpoint = repeated(source, num_layers, folder / f"{bits}-run")
-    with _limited(machine), streamed(checkpoint, machine, num_rows) as model:
+        checkpoint = repeated(source, num_layers, folder / f"{bits}-run")
+        shapes, placement = _placed(checkpoint, machine)
+    expected = sweep_model(placement, shapes.work, shapes.rows, _speeds(shapes, machine.device, rate))
+    with _limited(machine), streamed(checkpoint, machine, num_rows, placement=placement) as model:
         timed = Sweeps(model, num_rows)
-        rows, best = sweeps(timed, sizes, bits, rate, report), []
+        rows, best = sweeps(timed, sizes, bits, expected, report), []
         if step_seconds is not None:
             swept = {row["tokens"]: SweepSeconds(row["seconds"], row["waiting_for_layers_seconds"]) for row in rows}
             text = sizes.text_tokens
-            best.append(chosen(bits, num_layers, swept, model.rows, step_seconds, text, timed.seconds))
+            best.append(chosen(bits, len(placement.tiers), swept, model.rows, step_seconds, text, timed.seconds))
         return {"sweeps": rows, "memory": [{"bits": bits, **_memory(model, machine)}], "chosen": best}
+
+
+def _speeds(shapes: ModelShapes, device: torch.device, rate: float) -> Speeds:
+    """The link's `rate`, and what `bough plan` measures; in a dry run on the CPU, only the link means something."""
+    link = Speed(rate, "measured")
+    if device.type == "cpu":
+        return Speeds(Speed(1e12, "made up"), host_link=link)
+    product = product_of(shapes.rows, backend_of(device))
+    compute = matrix_speed(shapes.matrices, (shapes.rows.most,), shapes.kv.dtype, device, product)
+    return Speeds(compute, host_link=link, memory=memory_speed(device).reached(MEMORY_SHARE))
+
+
+def _placed(checkpoint: Checkpoint, machine: Machine) -> tuple[ModelShapes, Placement]:
+    """Sizes of a model, and where a target with this memory would place its layers."""
+    found = FoundModel(load_config(checkpoint.path), checkpoint.path, checkpoint)
+    flags = [f"--model={checkpoint.path}", f"--resident-layers={machine.max_resident}"]
+    settings = settled(parse(TargetConfig, "target_worker", flags, {}), found.config, machine.device.type)
+    shapes = model_shapes(found, "bfloat16", 0, settings.rows, machine.device.type)
+    memory = machine.device_memory, machine.host_memory
+    settings = with_kv_memory(settings, shapes.kv, max_positions(found.config), *memory)
+    allowed = budgets(settings, shapes.layer_bytes, *memory)
+    return shapes, place(shapes.layer_bytes, shapes.fixed(settings, is_gpu=True), allowed)
 
 
 @contextmanager

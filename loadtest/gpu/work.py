@@ -120,10 +120,10 @@ class Bench:
 
     @property
     def layer_memory(self) -> int:
-        """The part of `device_memory` that a target would take; the allocator's rounding needs the rest."""
+        """What a target with this `device_memory` would take."""
         if self.device.type == "cpu":
             return self.device_memory
-        return int(GPU_SHARE * min(self.device_memory, free_device_bytes(self.device)))
+        return min(self.device_memory, int(GPU_SHARE * free_device_bytes(self.device)))
 
     @property
     def second(self) -> torch.device | None:

@@ -28,7 +28,7 @@ class PlanConfig(TargetConfig):
     """Settings of `bough plan`: the planned target's and its machine's, which may be another machine."""
 
     draft: str = setting("", "model folder, GGUF file or hub id of the draft, to include its time in each round")
-    draft_bits: str = setting("auto", "the draft worker's --bits; 4 unpacks in every step", one_of(*DRAFT_BITS))
+    draft_bits: str = setting("auto", "the draft worker's --bits", one_of(*DRAFT_BITS))
     bits: int = setting(
         0,
         "bits of the layers' matrices, instead of the model's: 4, 8 or 16",
@@ -38,9 +38,13 @@ class PlanConfig(TargetConfig):
     link_speed: float = setting(0.0, "GB/s from disk; measured by default", parse_amount)
     host_link_speed: float = setting(0.0, "GB/s from host memory to a gpu's; measured by default", parse_amount)
     crossing_speed: float = setting(0.0, "GB/s from one gpu to another; measured or assumed by default", parse_amount)
-    compute_speed: float = setting(0.0, "TFLOP/s of matrix products of --rows rows; measured by default", parse_amount)
+    compute_speed: float = setting(
+        0.0, "TFLOP/s of products, on a gpu its 16-bit peak; measured by default", parse_amount
+    )
     memory_speed: float = setting(0.0, "GB/s of the accelerator's memory; measured by default", parse_amount)
-    unpack_speed: float = setting(0.0, "GB/s of weights unpacked from 4 or 8 bits; measured by default", parse_amount)
+    unpack_speed: float = setting(
+        0.0, "GB/s of weights that are unpacked before products; measured by default", parse_amount
+    )
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from bough.cli.planning.plan_model import Plan, make_plan
 from bough.cli.planning.plan_stages import NETWORK, NETWORK_SECONDS, StagePlan, make_stage_plan
 from bough.config.processes import parse
 from bough.errors import ConfigError
-from bough.sizing.cost_model import MemoryPurchase, Rate, Speed, SweepModel
+from bough.sizing.cost_model import LAYER_SECONDS, MemoryPurchase, Rate, Speed, SweepModel
 from bough.sizing.placement import Tier, gigabytes
 
 TREE_SIZES = (1, 16, 64, 128, 256, 512, 1024)
@@ -149,11 +149,15 @@ def _sweeps(plan: Plan) -> Iterator[str]:
         yield (
             f"{tokens:8}{link:10.3f}{sweep.compute_seconds(tokens):11.3f}{sweep.seconds(tokens):10.3f}   {limit}{knee}"
         )
-    yield "compute counts matrix products only; attention, norms and sampling add to it, and dominate in small layers"
+    if sweep.work.other_seconds:
+        rest = f"{1000 * LAYER_SECONDS} ms a layer for the rest, as with 1,000 tokens of context"
+        yield f"compute counts products, and {rest}: assumptions, never measured on a GPU"
+    else:
+        yield "compute counts products only; attention, norms and sampling add to it, and dominate in small layers"
     if sweep.expert_seconds:
         yield "experts are assumed to be chosen uniformly and independently; real rows share more of them"
     if sweep.knee == 0:
-        yield f"no knee: {sweep.rows.step} rows already take longer to compute than to move over the link"
+        yield "no knee: even the fewest rows take longer to compute than to move over the link"
 
 
 def _rates(plan: Plan | StagePlan) -> Iterator[str]:

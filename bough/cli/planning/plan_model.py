@@ -37,6 +37,8 @@ from bough.model.sizes.memory_budget import (
 from bough.model.sizes.model_sizes import FoundModel, ModelShapes, find_model, model_shapes
 from bough.model.threads import compute_with
 from bough.sizing.cost_model import (
+    MEMORY_SHARE,
+    PEAK_SHARE,
     MemoryPurchase,
     Rate,
     Speed,
@@ -179,6 +181,7 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
     compute_with(settings.threads)
     rows = (settings.rows, COMPARED_ROWS if settings.rows != COMPARED_ROWS else CPU_ROWS)
     compute = _from_flag("--compute-speed", settings.compute_speed, TERA)
+    compute = compute.reached(PEAK_SHARE) if is_gpu and compute else compute
     host_link = _from_flag("--host-link-speed", settings.host_link_speed, GIGA) if is_gpu else None
     memory = _from_flag("--memory-speed", settings.memory_speed, GIGA)
     unpack = _from_flag("--unpack-speed", settings.unpack_speed, GIGA) if shapes.packed else None
@@ -199,6 +202,7 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
     if settings.draft and memory is None:
         raise ConfigError("--memory-speed: missing; must be GB/s, as the draft's time depends on it")
     crossing = _crossing_speed(settings, host_link) if placement.num_crossings else None
+    memory = memory.reached(MEMORY_SHARE) if is_gpu and memory else memory
     return Speeds(compute, disk, host_link, memory, unpack, crossing)
 
 
@@ -224,25 +228,16 @@ def draft_cost(settings: PlanConfig, speeds: Speeds, is_gpu: bool) -> DraftCost:
     """The cost of growing a tree of the orchestrator's default width and depth on a device like the target's.
 
     Raises:
-        ConfigError: the draft cannot stay packed, or the speed of unpacking it is not known.
+        ConfigError: the draft cannot stay packed.
     """
     defaults = OrchestratorConfig()
-    shapes = model_shapes(find_model(settings.draft), settings.dtype, 0, defaults.width)
-    seconds = step_seconds(shapes.work, defaults.width, defaults.width, speeds)
+    found = find_model(settings.draft)
+    shapes = model_shapes(found, settings.dtype, 0, defaults.width)
     if settings.draft_bits == "4":
-        seconds += shapes.work.unpacked_bytes / _draft_unpack_speed(settings, shapes, speeds, is_gpu)
+        if not is_gpu or shapes.packed is None:
+            why = f"{settings.draft} is not packed" if is_gpu else "on the CPU nothing stays packed"
+            raise ConfigError(f"--draft-bits: must be auto or 16, got 4: {why}")
+        shapes = model_shapes(found, settings.dtype, 0, defaults.width, "cuda")
+    seconds = step_seconds(shapes.work, defaults.width, defaults.width, speeds)
     weight_bytes = round(shapes.work.bytes_read(defaults.width))
     return DraftCost(settings.draft, weight_bytes, defaults.depth, defaults.width, seconds)
-
-
-def _draft_unpack_speed(settings: PlanConfig, shapes: ModelShapes, speeds: Speeds, is_gpu: bool) -> float:
-    """Unpacked bytes written per second, for a draft that stays packed."""
-    if not is_gpu or shapes.packed is None:
-        why = f"{settings.draft} is not packed" if is_gpu else "on the CPU nothing stays packed"
-        raise ConfigError(f"--draft-bits: must be auto or 16, got 4: {why}")
-    if has_gpu() and not settings.unpack_speed:
-        return unpack_speed(shapes.packed, DTYPES[settings.dtype], find_device(is_gpu)).per_second
-    speed = speeds.unpack or _from_flag("--unpack-speed", settings.unpack_speed, GIGA)
-    if speed is None:
-        raise ConfigError("--unpack-speed: must be given in GB/s for a packed draft")
-    return speed.per_second

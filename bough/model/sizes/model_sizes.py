@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from bough.model.quant.scaled import WORDS, StoredAs
 from bough.model.running.batch_invariance import row_counts
 from bough.model.running.host_embeddings import embeddings_for_host
 from bough.model.sizes.memory_budget import fixed_bytes
-from bough.sizing.cost_model import ExpertWork, Work
+from bough.sizing.cost_model import LAYER_SECONDS, ExpertWork, TiledWork, Work
 from bough.sizing.placement import ExpertSizes, Fixed, SeparateExperts
 from bough.sizing.row_counts import RowCounts
 
@@ -51,7 +51,7 @@ class ModelShapes:
     resident_bytes: int  # embeddings, final norm and output head, each tensor once
     host_bytes: int  # part of these in host memory
     scratch_bytes: int  # largest scratch memory of a layer
-    packed: Dequantized | None  # the largest packed matrix; None if none is packed
+    packed: Dequantized | None  # the largest matrix that sweeps unpack; None if there are none
     matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of the largest layer
     rows: RowCounts  # of a chunk
     work: Work
@@ -74,7 +74,7 @@ class _Parameter:
     stored_bytes: int
     scratch_bytes: int
     value_bytes: int
-    packed: Dequantized | None  # the source of a packed matrix, or of one expert's; None if unpacked
+    packed: Dequantized | None  # the source of a matrix, or of one expert's, that is unpacked; None if it is not
     flops: float  # of one token
     num_experts: int  # of a stack that is read expert by expert; otherwise 0
     can_wait: bool  # see `bough.model.loading.loading`
@@ -163,6 +163,8 @@ def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, devic
         layers = list(model.get_decoder().layers)
         parameters = [list(_imagined(layer, bits, stored, dtype, share)) for layer in layers]
         description = describe(model, dtype) + (f", {bits} bits" if 0 < bits < 16 else "")
+    if by_matrix:
+        parameters = [[_as_multiplied(p) for p in layer] for layer in parameters]
     sizes = tuple(sum(p.stored_bytes for p in layer) for layer in parameters)
     largest = parameters[sizes.index(max(sizes))]
     return ModelShapes(
@@ -176,7 +178,9 @@ def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, devic
         scratch_bytes=max(_scratch_bytes(layer, by_matrix) for layer in parameters),
         packed=max((p for layer in parameters for p in layer), key=lambda p: p.unpacked_bytes).packed,
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
-        rows=row_counts(model, format_, dtype, rows, backend_of(torch.device(device_type))),
+        rows=RowCounts(1024, 1)
+        if by_matrix
+        else row_counts(model, format_, dtype, rows, backend_of(torch.device(device_type))),
         work=_work(config, parameters, _head_bytes(model), dtype, by_matrix),
         apart=_apart(parameters, by_matrix),
     )
@@ -196,6 +200,13 @@ def _stored(slot: ParameterSlot, dtype: torch.dtype, expert_share: float) -> _Pa
         shape[0] if stack is not None else 0,
         can_wait(slot),
     )
+
+
+def _as_multiplied(parameter: _Parameter) -> _Parameter:
+    """A parameter on a GPU, which multiplies with packed matrices as they are."""
+    if parameter.packed is None or not (parameter.can_wait or parameter.num_experts):
+        return parameter
+    return replace(parameter, value_bytes=parameter.stored_bytes, packed=None)
 
 
 def _packed_parts(source: AnySource) -> Iterator[Dequantized]:
@@ -258,12 +269,12 @@ def _work(
         *_num_experts(config),
         EXPERT_ROWS,
     )
-    return Work(
+    return (TiledWork if by_matrix else Work)(
         sum(p.flops for p in rest) + 2 * head_bytes / dtype.itemsize,
         sum(p.value_bytes for p in rest) + head_bytes,
         sum(p.unpacked_bytes for p in rest),
         experts if stacks else None,
-        by_matrix,
+        LAYER_SECONDS * len(layers) if by_matrix else 0.0,
     )
 
 
