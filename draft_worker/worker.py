@@ -11,7 +11,7 @@ import torch
 from bough.config.processes import DraftConfig
 from bough.errors import ConfigError
 from bough.grammar.allowed_tokens import Grammars
-from bough.model.backend import REFERENCE_NOTE, backend_of, choose_backend
+from bough.model.backend import backend_of, choose_backend
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.model.faults import named_faults
@@ -21,6 +21,7 @@ from bough.model.kv.state_shape import GROWN_ROWS
 from bough.model.loading.loading import Skeleton
 from bough.model.running.device import choose_device
 from bough.model.running.runner import CaptureFailed
+from bough.model.running.self_check import backend_notes, checked_backend
 from bough.model.sizes.memory_budget import free_device_bytes
 from bough.model.threads import compute_with, on_a_passing_thread
 from bough.processes.compile_once import compile_in_subprocess
@@ -66,6 +67,8 @@ class DraftWorker(ServedDraft):
         def load() -> SessionPool:
             compute_with(config.threads)
             skeleton = draft_skeleton(checkpoint, config.drop_layers, config.dtype, device)
+            backend = checked_backend(config.backend, [device], skeleton)
+            self._metrics.name_backend(self._name, backend.name)
             bits = "8" if is_int8(skeleton, device, config.bits) else "16"
             compile_draft(skeleton, str(skeleton.dtype).removeprefix("torch."), bits, device)
             stage("reading weights")
@@ -107,7 +110,7 @@ class DraftWorker(ServedDraft):
                 else []
             ),
             *self._engine.scalings.notes(),
-            *([REFERENCE_NOTE] if self._config.backend == "reference" else []),
+            *backend_notes(device),
             *self._metrics_note,
             *([] if device.type == "cpu" else [f"computes on {device}, {backend_of(device).describe(device)}"]),
         )

@@ -87,6 +87,7 @@ class TargetWorker(ServedTarget):
     def _start(self) -> None:
         """Allocate memory, and start the link and the sweep thread."""
         config, held = self._config, self.held
+        self._metrics.name_backend(self._name, held.backend.name)
         held.start(self._resources, self._room)
         stages = self._stages
         kind = KVSlot if stages is None else partial(LoggedSlot, stages.log)

@@ -67,6 +67,10 @@ class Backend(ABC):
         """Prepare a device before a model is loaded. Raises ConfigError or AcceleratorFull if that is not possible."""
         return
 
+    def spilling(self) -> set[str]:
+        """Names of the kernels compiled so far that spill registers to memory."""
+        return set()
+
     def linear(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Rows (..., inputs) times a matrix (outputs, inputs), plus a bias (outputs,).
 
@@ -259,6 +263,7 @@ def _halves(numbers: torch.Tensor, in_pairs: bool) -> Sequence[torch.Tensor]:
     return (numbers[..., ::2], numbers[..., 1::2]) if in_pairs else numbers.chunk(2, -1)
 
 
+RUNGS = ("triton", "cublas", "reference")  # backends of a GPU: each is used if the one before fails its self-check
 REFERENCE_NOTE = "--backend reference: torch's operators compute, many times slower than kernels"
 _chosen: list[str] = []  # at most one name, of the backend for all devices of this process
 
@@ -278,11 +283,10 @@ def choose_backend(name: str, device: torch.device) -> Backend:
 
     Raises ConfigError if the backend does not compute on the device.
     """
-    usual = usual_name(device)
-    names = ("auto", usual, *(("cublas",) if usual == "triton" else ()), "reference")
-    if name not in names:
-        raise ConfigError(f"--backend: must be {', '.join(names[:-1])} or {names[-1]} on {device}, got {name}")
-    _chosen[:] = [name] if name not in ("auto", usual) else []
+    names = ("cpu", "reference") if device.type == "cpu" else RUNGS
+    if name not in ("auto", *names):
+        raise ConfigError(f"--backend: must be auto, {', '.join(names[:-1])} or {names[-1]} on {device}, got {name}")
+    _chosen[:] = [] if name in ("auto", usual_name(device)) else [name]
     return backend_of(device)
 
 

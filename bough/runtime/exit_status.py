@@ -48,9 +48,9 @@ def exit_soon(error: Exception) -> None:
     timer.start()
 
 
-def start_again(variable: str) -> NoReturn:
+def start_again(variable: str, value: str = "1") -> NoReturn:
     """Replace this process, without cleanup, by a new one with the same id and command and with `variable` set.
 
     Memory on a device is released, as the driver closes its files then.
     """
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, variable: "1"})
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, variable: value})

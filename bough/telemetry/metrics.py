@@ -14,7 +14,7 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from bough.config.addresses import bare, joined
@@ -63,6 +63,11 @@ class MetricsServer:
         _bound(server, context)
         if (app := server.get_app()) is not None:
             server.set_app(_as_plain_text(app))
+
+    def name_backend(self, model_name: str, backend: str) -> None:
+        """Export which implementation computes."""
+        gauge = Gauge("bough_backend", "1 for what computes", ["model_name", "backend"], registry=self.registry)
+        gauge.labels(model_name, backend).set(1)
 
     def close(self) -> None:
         """Stop the server."""

@@ -24,12 +24,12 @@ def attend_by_mask(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention by gathering each row's path.
+    """Attention, with sums in float64, by gathering each row's path.
 
     queries (num_rows, num_heads, head_dim); keys and values (num_memory_rows, num_kv_heads, head_dim). If queries
     are wider, a key has its value as a second part.
     """
-    queries, keys, values = queries.float(), keys.float(), values.float()
+    queries, keys, values = queries.double(), keys.double(), values.double()
     if queries.shape[2] > keys.shape[2]:
         keys = torch.cat((keys, values), 2)
     where, visible = _gathered(paths, window)
@@ -41,7 +41,7 @@ def attend_by_mask(
     scores = scores.masked_fill(~visible[:, None, :], -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[None, :, None].expand(len(scores), -1, 1)), dim=2)
-    return torch.einsum("rhp,rphd->rhd", scores.softmax(-1)[:, :, : where.shape[1]], path_values)
+    return torch.einsum("rhp,rphd->rhd", scores.softmax(-1)[:, :, : where.shape[1]], path_values).float()
 
 
 def attend_on_cpu(

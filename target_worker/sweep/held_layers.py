@@ -13,7 +13,7 @@ import torch
 from bough.config.processes import TargetConfig
 from bough.errors import AcceleratorFull, ConfigError
 from bough.model.architecture.architecture import load_config
-from bough.model.backend import REFERENCE_NOTE, backend_of, choose_backend
+from bough.model.backend import backend_of, choose_backend
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.faults import named_faults
 from bough.model.kernel_cache import compiled_key
@@ -23,6 +23,7 @@ from bough.model.loading.default_settings import conversion, settled
 from bough.model.loading.loading import DTYPES, build_skeleton
 from bough.model.running.device import choose_device, require_fast
 from bough.model.running.host_embeddings import host_bytes
+from bough.model.running.self_check import backend_notes, checked_backend
 from bough.model.sizes.memory_budget import (
     budgets,
     device_budget,
@@ -87,13 +88,18 @@ class HeldLayers:
     def __init__(self, config: TargetConfig, checkpoint: Checkpoint, stage: StageLayers | None = None) -> None:
         """`stage` has the layers to hold; by default all. Raises what `build_skeleton` and `choose_device` raise."""
         self.device = choose_device(config.device)
-        self.backend = choose_backend(config.backend, self.device)
-        self.backend.make_ready(self.device)
+        if stage is None:  # otherwise the whole model was here before
+            choose_backend(config.backend, self.device).make_ready(self.device)
         self.config = settled(config, load_config(checkpoint.path), self.device.type)
         require_fast(self.config.dtype, self.device)
         self.stage = stage
         kept = None if stage is None else tuple(range(stage.first, stage.end))
         self.skeleton = build_skeleton(checkpoint, DTYPES[self.config.dtype], kept)
+        if stage is None:
+            others = (torch.device(name) for name, _ in config.resident_devices)
+            there = [other for other in others if other.index < torch.cuda.device_count()]  # `place` refuses the rest
+            checked_backend(config.backend, [self.device, *there], self.skeleton)
+        self.backend = backend_of(self.device)
         self.conversion = conversion(checkpoint.tensors.values(), self.skeleton.dtype)
         self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self.skeleton.layer_slots))
         self._experts: dict[int, LayerExperts] = {}  # by layer; `layers` are then without their experts
@@ -202,8 +208,7 @@ class HeldLayers:
         if not self._tiers.is_direct:
             yield "reads go through the page cache: the file system refuses O_DIRECT"
         yield f"{self.model.arithmetic}: a row's bits do not depend on the other rows of a sweep"
-        if self.config.backend == "reference":
-            yield REFERENCE_NOTE
+        yield from backend_notes(self.device)
         if unused := self.skeleton.unused:
             yield f"{len(unused)} tensors of the checkpoint have no place in it, such as {unused[0]}"
 

@@ -70,6 +70,7 @@ def test_a_draft_worker_reports_its_work_to_prometheus(tiny: Path) -> None:
     assert told["bough_draft_trees_total"] == 3
     assert told["bough_draft_nodes_total"] == sum(len(tree) for tree in trees)
     assert told["bough_draft_sessions"] == 3
+    assert told["bough_backend"] == 1
     assert told["bough_draft_steps_total"] >= 3
     assert told["bough_draft_step_seconds_total"] > 0
     assert told["vllm:num_requests_running"] == told["vllm:num_requests_waiting"] == 0

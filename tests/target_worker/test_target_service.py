@@ -103,6 +103,8 @@ def test_the_reference_is_named_in_identity_and_notes(tiny: Path) -> None:
         worker = worker_of(tiny, "reference")
         try:
             info = worker.info()
+            names = {"model_name": info.model_name, "backend": "reference"}
+            assert worker._metrics.registry.get_sample_value("bough_backend", names) == 1
         finally:
             worker.close()
     assert "by torch's operators" in info.arithmetic

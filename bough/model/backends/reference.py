@@ -57,7 +57,7 @@ class ReferenceBackend(Backend):
             held_keys[own], held_values[own] = keys[piece.span], values[piece.span]
             for row, query in enumerate(queries[piece.span]):
                 path = torch.from_numpy(_path(piece, row, rules[1])).to(queries.device)
-                out[piece.span.start + row] = _attended(query.float(), held_keys[path], held_values[path], *rules)
+                out[piece.span.start + row] = _attended(query.double(), held_keys[path], held_values[path], *rules)
         return out
 
     def recur(
@@ -152,8 +152,11 @@ def _attended(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention (num_heads, value_dim) of a query (num_heads, head_dim) to keys (num_keys, num_kv_heads, key_dim)."""
-    keys, values = keys.float(), values.float()
+    """Attention (num_heads, value_dim) of a query (num_heads, head_dim) to keys (num_keys, num_kv_heads, key_dim).
+
+    In float64, so that the order of sums hardly matters.
+    """
+    keys, values = keys.double(), values.double()
     if query.shape[1] > keys.shape[2]:
         keys = torch.cat((keys, values), 2)
     group = len(query) // keys.shape[1]

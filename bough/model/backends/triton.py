@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from subprocess import CalledProcessError
@@ -71,6 +72,12 @@ class TritonBackend(Backend):
         with named_faults(device):
             require_kernels(device, lambda: _try_one(device))
             _take_library_memory(device)
+
+    def spilling(self) -> set[str]:
+        modules = [module for name, module in sys.modules.items() if name.startswith(f"{self.rooms[0]}.")]
+        functions = [value for module in modules for value in vars(module).values() if hasattr(value, "device_caches")]
+        compiled = [kernel for each in functions for kept in each.device_caches.values() for kernel in kept[0].values()]
+        return {kernel.name for kernel in compiled if kernel.n_spills}
 
     def multiply(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return product_by_library(rows, matrix, bias)

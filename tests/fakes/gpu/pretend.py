@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +35,14 @@ VIEWING = {"view", "slice", "select", "unsqueeze", "expand", "t", "transpose", "
 VIEWING |= {"squeeze", "as_strided", "split_with_sizes", "_unsafe_view", "unbind", "chunk", "diagonal", "unfold"}
 UNCOUNTED = VIEWING | MAKING
 WHOLE = {"linear", "matmul", "pad"}  # one launch on a GPU, although torch could decompose them
+PRODUCTS = {
+    "linear",
+    "matmul",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+}  # rounded once: bits do not depend on the order of sums
 
 
 @dataclass
@@ -253,7 +261,7 @@ def _launched(func: Any, name: str, args: Any, kwargs: dict[str, Any], mine: lis
         notes.stop(name, index)
     if makes_mine:
         index, raws["device"] = torch.device(kwargs["device"]).index or 0, torch.device("cpu")
-    out = func(*_raw_of_all(args), **raws)
+    out = (partial(_product, func) if name in PRODUCTS else func)(*_raw_of_all(args), **raws)
     written = _written(func, args, kwargs)
     if name not in UNCOUNTED:
         notes.launches[name] += 1
@@ -267,6 +275,13 @@ def _launched(func: Any, name: str, args: Any, kwargs: dict[str, Any], mine: lis
         return Pretended(x, index) if isinstance(x, torch.Tensor) and not isinstance(x, Pretended) else x
 
     return wrapped(out) if isinstance(out, torch.Tensor) else tree_map(wrapped, out)
+
+
+def _product(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A product with sums in float64."""
+    wide = (x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args)
+    out: torch.Tensor = func(*wide, **kwargs)
+    return out.to(args[0].dtype)
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:

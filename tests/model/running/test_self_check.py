@@ -1,0 +1,293 @@
+"""The choice of a GPU's backend at a start, on the pretended device, whose kernels fail by turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bough.config.cache_paths import cache_folder
+from bough.errors import AcceleratorFull, ConfigError
+from bough.model import backend as backends
+from bough.model.backend import REFERENCE_NOTE, RUNGS, backend_of, choose_backend, load
+from bough.model.backends.triton import TritonBackend
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.loading.loading import Skeleton, build_skeleton
+from bough.model.running import kernel_checks, self_check
+from bough.model.running.kernel_checks import Check, checks_of
+from bough.model.running.self_check import backend_notes, checked_backend
+from tests.fakes.gpu.pretend import device, pretending
+from tests.fakes.models import CPU
+
+Product = Callable[..., torch.Tensor]
+GPU = torch.device("cuda", 0)
+CARD = "NVIDIA L40 (8, 9), the driver is of CUDA 13.0"
+
+
+def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A product whose bits do not depend on the order of its sums."""
+    out = rows.double() @ matrix.double().t()
+    return (out if bias is None else out + bias.double()).to(rows.dtype)
+
+
+@pytest.fixture
+def skeleton(tiny: Path) -> Skeleton:
+    return build_skeleton(Checkpoint.open(tiny), torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Few and short paths: the reference attends row by row."""
+    monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernel_checks, "CONTEXT", 20)
+    monkeypatch.setattr(kernel_checks, "NUM_ROWS", 96)
+    monkeypatch.setattr(self_check, "card", lambda _: CARD)
+    monkeypatch.setattr(backends, "_chosen", [])
+    monkeypatch.setattr(TritonBackend, "multiply", staticmethod(multiply))
+    for rung in RUNGS:
+        monkeypatch.setattr(type(load(rung)), "make_ready", lambda *_: None)
+    with pretending():
+        yield
+
+
+def cached() -> list[Path]:
+    return [*(cache_folder() / "self-checks").iterdir()]
+
+
+@pytest.fixture
+def num_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the checks that are run."""
+    run, names = Check.run, list[str]()
+
+    def counted(self: Check, backend: Any) -> None:
+        names.append(self.name)
+        run(self, backend)
+
+    monkeypatch.setattr(Check, "run", counted)
+    return names
+
+
+def without_last(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return multiply(rows[:, :-1], matrix[:, :-1], bias)
+
+
+def rounded_by_count(rows: torch.Tensor, *others: Any) -> torch.Tensor:
+    out = multiply(rows, *others)
+    return torch.nextafter(out, out * 2) if len(rows) == 8 else out
+
+
+def uncompiled(*_: Any) -> torch.Tensor:
+    raise RuntimeError("PassManager::run failed")
+
+
+PRODUCTS: dict[str, tuple[Product, str]] = {  # by failure: what multiplies, and the report
+    "a wrong value": (without_last, "ArithmeticError: values are up to .* further off than rounding"),
+    "NaN": (lambda *operands: multiply(*operands) * torch.nan, "ArithmeticError: 1 rows have other bits than among 96"),
+    "other bits among 8 rows": (rounded_by_count, "ArithmeticError: 8 rows have other bits than among 96"),
+    "not compiled": (uncompiled, "RuntimeError: PassManager::run failed"),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_that_fails_leaves_products_to_the_library(
+    name: str,
+    skeleton: Skeleton,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_checks: list[str],
+) -> None:
+    """Which is logged and noted; the next start knows it without a check."""
+    product, reason = PRODUCTS[name]
+    monkeypatch.setattr(kernel_checks, "_attention", lambda *_: ())  # which takes longer
+    monkeypatch.setattr(TritonBackend, "multiply", staticmethod(product))
+    checked_backend("auto", [device()], skeleton)
+    (note,) = notes = list(backend_notes(device()))
+    assert re.match(rf"--backend: auto is not triton, which fails its self-check: product of 64 .*: {reason}", note)
+    assert "--backend: triton is not used, as it fails its self-check: product of" in caplog.text
+    assert backend_of(device()).name == "cublas"
+    num_checks.clear()
+    assert checked_backend("auto", [device()], skeleton).name == "cublas"
+    assert (list(backend_notes(device())), num_checks) == (notes, [])
+
+
+def test_the_reference_computes_if_attention_fails(skeleton: Skeleton, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here by a key too few, of hundreds."""
+    attend = TritonBackend.attend
+
+    def without_a_key(self: Any, chunk: Any, *others: Any) -> torch.Tensor:
+        for piece in chunk.pieces:
+            piece.lengths = piece.lengths - (piece.lengths > 20)
+        return attend(self, chunk, *others)
+
+    monkeypatch.setattr(TritonBackend, "attend", without_a_key)
+    monkeypatch.setattr(kernel_checks, "CONTEXT", 300)
+    assert checked_backend("auto", [device()], skeleton).name == "reference"
+    *failed, note = backend_notes(device())
+    for rung, each in zip(RUNGS[:-1], failed, strict=True):
+        assert re.match(rf"--backend: auto is not {rung}, .* attention of 4 heads .*: values are up to .* off", each)
+    assert note == REFERENCE_NOTE
+
+
+def test_a_product_that_spills_registers_is_not_used(skeleton: Skeleton, monkeypatch: pytest.MonkeyPatch) -> None:
+    spilled = set[str]()
+
+    def spills(*operands: Any) -> torch.Tensor:
+        spilled.add("_product")
+        return multiply(*operands)
+
+    monkeypatch.setattr(TritonBackend, "spilling", lambda _: set(spilled))
+    monkeypatch.setattr(TritonBackend, "multiply", staticmethod(spills))
+    assert checked_backend("auto", [device()], skeleton).name == "cublas"
+    assert next(backend_notes(device())).endswith(": _product spills registers")
+
+
+def test_kernels_that_pass_are_checked_once(skeleton: Skeleton, num_checks: list[str]) -> None:
+    for _ in range(2):
+        assert checked_backend("auto", [device()], skeleton).name == RUNGS[0]
+        assert list(backend_notes(device())) == []
+        assert num_checks == [check.name for check in checks_of(skeleton, device())]
+    assert len(num_checks) > 4
+
+
+@pytest.fixture
+def one_check(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that makes the only check fail with this reason, or pass without one; and name it."""
+
+    def becomes(reason: str, name: str = "product") -> None:
+        def make(_: float) -> Any:
+            if reason:
+                raise ArithmeticError(reason)
+            return lambda _, rows: torch.zeros(len(rows), device=device())
+
+        monkeypatch.setattr(self_check, "checks_of", lambda *_: (Check(name, make, 0.0, False),))
+
+    becomes("")
+    return becomes
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '"triton"', "null", "\xff"])
+def test_a_damaged_cache_is_ignored(
+    damage: str, skeleton: Skeleton, num_checks: list[str], one_check: Callable[[str], None]
+) -> None:
+    checked_backend("auto", [device()], skeleton)
+    (file,) = cached()
+    file.write_bytes(damage.encode("latin-1"))
+    one_check("wrong")
+    assert checked_backend("auto", [device()], skeleton).name == RUNGS[-1], "not what was cached before"
+    assert len(num_checks) == len(RUNGS)
+    assert json.loads(file.read_text()) == dict.fromkeys(RUNGS[:-1], "product: ArithmeticError: wrong")
+
+
+def test_each_card_and_each_shape_has_its_own_results(
+    skeleton: Skeleton, monkeypatch: pytest.MonkeyPatch, one_check: Callable[..., None], tmp_path: Path
+) -> None:
+    checked_backend("auto", [device()], skeleton)
+    one_check("wrong")
+    assert checked_backend("auto", [device()], skeleton).name == RUNGS[0]
+    for change in (
+        lambda: monkeypatch.setattr(self_check, "card", lambda _: CARD.replace("13.0", "13.1")),
+        lambda: one_check("wrong", "a larger product"),
+        lambda: monkeypatch.setattr(self_check, "MODEL", tmp_path),
+    ):
+        change()
+        before = len(cached())
+        assert checked_backend("auto", [device()], skeleton).name == RUNGS[-1]
+        assert len(cached()) == before + 1
+
+
+def test_one_backend_computes_on_all_devices(
+    skeleton: Skeleton, monkeypatch: pytest.MonkeyPatch, one_check: Callable[[str], None]
+) -> None:
+    checked_backend("auto", [device()], skeleton)
+    one_check("wrong")
+    monkeypatch.setattr(self_check, "card", lambda place: CARD if place == device() else "another")
+    assert checked_backend("auto", [device(), device(1)], skeleton) is backend_of(device()) is load(RUNGS[-1])
+
+
+def test_a_spill_of_a_kernel_that_the_next_backend_has_too_changes_nothing(
+    skeleton: Skeleton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spilled, attend = set[str](), TritonBackend.attend
+
+    def spills(self: Any, *others: Any) -> torch.Tensor:
+        spilled.add("_attend")
+        return attend(self, *others)
+
+    monkeypatch.setattr(TritonBackend, "spilling", lambda _: set(spilled))
+    monkeypatch.setattr(TritonBackend, "attend", spills)
+    assert checked_backend("auto", [device()], skeleton).name == RUNGS[0]
+    assert spilled
+
+
+def test_a_full_gpu_is_no_failure_of_a_kernel(skeleton: Skeleton, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(TritonBackend, "multiply", full)
+    with pytest.raises(AcceleratorFull, match="no memory left: tried to allocate 2 GiB"):
+        checked_backend("auto", [device()], skeleton)
+    assert not (cache_folder() / "self-checks").exists()
+
+
+def test_a_process_that_loses_the_gpu_starts_again_without_the_kernel(
+    skeleton: Skeleton, monkeypatch: pytest.MonkeyPatch, num_checks: list[str]
+) -> None:
+    class Replaced(BaseException):
+        pass
+
+    def lost(*_: Any) -> torch.Tensor:  # of both backends with kernels
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def execve(program: str, command: list[str], environment: dict[str, str]) -> None:
+        monkeypatch.setattr(os, "environ", environment)
+        raise Replaced
+
+    monkeypatch.setattr(TritonBackend, "attend", lost)
+    monkeypatch.setattr(os, "execve", execve)
+    for rung in RUNGS[:-1]:
+        with pytest.raises(Replaced):
+            checked_backend("auto", [device()], skeleton)
+        assert os.environ[f"{self_check.LOST}{rung}"].startswith("attention of 4 heads")
+    for _ in range(2):
+        num_checks.clear()
+        checked_backend("auto", [device()], skeleton)
+        assert (backend_of(device()).name, num_checks) == (RUNGS[-1], [])
+        assert "illegal memory access" in next(backend_notes(device()))
+        monkeypatch.delitem(os.environ, f"{self_check.LOST}{RUNGS[0]}", raising=False)  # what is cached is enough
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_named_backend_is_not_checked(rung: str, skeleton: Skeleton, num_checks: list[str]) -> None:
+    choose_backend(rung, device())
+    assert checked_backend(rung, [device()], skeleton).name == backend_of(device()).name == rung
+    assert not num_checks
+
+
+def test_a_cpu_is_not_checked(skeleton: Skeleton, num_checks: list[str]) -> None:
+    for name in ("auto", "cpu", "reference"):
+        choose_backend(name, CPU)
+        assert checked_backend(name, [CPU], skeleton).name == ("reference" if name == "reference" else "cpu")
+    assert not num_checks
+
+
+def test_targets_on_different_rungs_do_not_pass_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session continues only at a target with the same arithmetic, which has these names."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40")
+    assert len({load(rung).describe(GPU) for rung in RUNGS}) == len(RUNGS)
+
+
+def test_names_of_other_devices_are_refused() -> None:
+    for name in ("cpu", "cuda"):
+        with pytest.raises(
+            ConfigError, match=rf"^--backend: must be auto, triton.* or reference on cuda:0, got {name}$"
+        ):
+            choose_backend(name, GPU)
+    for rung in RUNGS[:-1]:
+        with pytest.raises(ConfigError, match=rf"^--backend: must be auto, cpu or reference on cpu, got {rung}$"):
+            choose_backend(rung, CPU)
