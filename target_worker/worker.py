@@ -14,7 +14,7 @@ from bough.grammar.allowed_tokens import Grammars
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.model.kv.session_kv import KVArena, KVSlot
-from bough.model.sizes.memory_budget import device_budget, host_budget, with_kv_memory
+from bough.model.sizes.memory_budget import device_budget, host_budget, with_kv_memory, with_sweep_tokens
 from bough.model.sizes.target_limits import TargetLimits
 from bough.model.threads import compute_reproducibly_with, hand_over_soon
 from bough.processes.process import stage
@@ -56,7 +56,7 @@ class TargetWorker(ServedTarget):
         self._asked = config
         shape, self._max_positions = held.skeleton.kv_shape(), held.skeleton.max_positions
         held.config = self._config = config = _with_kv_memory(held)
-        self._limits = TargetLimits.of(config, self._max_positions)
+        self._limits = TargetLimits.of(config, self._max_positions, bool(self._asked.max_sweep_tokens))
         self._room = self._limits.room(shape.row_bytes, config.kv_memory, shape.state_bytes)
         self._description = held.skeleton.describe()
         self._stages = stages
@@ -79,7 +79,7 @@ class TargetWorker(ServedTarget):
         shape, self._room = whole.skeleton.kv_shape(), room
         kv_memory = room.num_rows * shape.row_bytes + room.num_states * shape.state_bytes
         self._config = config = replace(whole.config, kv_memory=kv_memory, max_context=max_context)
-        self._limits = TargetLimits.of(config, self._max_positions)
+        self._limits = TargetLimits.of(config, self._max_positions, bool(self._asked.max_sweep_tokens))
         held = HeldLayers(config, checkpoint, StageLayers(0, ranges[0].stop, len(whole.layers)))
         held.config = config
         return held
@@ -171,4 +171,5 @@ def _with_kv_memory(held: HeldLayers) -> TargetConfig:
     config, skeleton = held.config, held.skeleton
     host = host_budget(config, held.device.type != "cpu")
     memory = device_budget(config, held.device) * config.stages, host * config.stages
+    config = with_sweep_tokens(config, skeleton.config, skeleton.kv_shape(), device_budget(config, held.device))
     return with_kv_memory(config, skeleton.kv_shape(), skeleton.max_positions, *memory)

@@ -182,7 +182,11 @@ class TargetConfig(WorkerConfig):
         one_of("auto", "chosen", "all"),
     )
     link_threads: int = setting(8, "threads that read weights", parse_count)
-    max_sweep_tokens: int = setting(1024, "maximum tokens of one sweep over all sessions", parse_count)
+    max_sweep_tokens: int = setting(
+        0,
+        "maximum tokens of one sweep over all sessions; 0 is 1024, and on a GPU up to 4096 while the link is slower",
+        parse_natural,
+    )
     gather: float = setting(1.0, "how long a sweep may wait for sessions that draft, in sweep durations", parse_amount)
     lease_seconds: float = setting(60.0, "idle seconds after which another session may take a slot", parse_seconds)
     stages: int = setting(

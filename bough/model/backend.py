@@ -240,8 +240,17 @@ def in_counts(
     count = rows[0].shape[axis]
     if padding := counts.padded(count) - count:
         rows = tuple(pad(each, (0, 0) * (each.dim() - 1 - axis) + (0, padding)) for each in rows)
-    parts = [function(*part) for part in zip(*(torch.split(each, counts.most, axis) for each in rows), strict=True)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, axis)).narrow(axis, 0, count)
+    parts = zip(*(torch.split(each, counts.most, axis) for each in rows), strict=True)
+    out = result = function(*next(parts))
+    if count > counts.most:  # not concatenated, for which there would have to be all logits twice
+        sizes = list(result.shape)
+        sizes[axis] = rows[0].shape[axis]
+        out = result.new_empty(sizes)
+        spans = iter(torch.split(out, counts.most, axis))
+        next(spans).copy_(result)
+        for span, part in zip(spans, parts, strict=True):
+            span.copy_(function(*part))
+    return out.narrow(axis, 0, count)
 
 
 def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: Rotary) -> torch.Tensor:

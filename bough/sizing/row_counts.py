@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 OWN_MOST = 256  # rows of a chunk with bough's own products: few calls, and still within the processor's cache
+SWEEP_TOKENS = 1024  # by default the most of a sweep, which on a GPU has more while the link takes longer
+MOST_SWEEP_TOKENS = 4096  # then; a prompt of 8,000 tokens takes two sweeps
 
 
 class RowCounts(NamedTuple):

@@ -120,6 +120,11 @@ class SweepTimes:
         fit = self._fitted()
         return fit.knee if fit is not None else math.inf
 
+    @property
+    def free_rows(self) -> float:
+        """As `knee`, but 0 if no link is known."""
+        return self.knee if self._byte_seconds.is_known or self._assumed < math.inf else 0.0
+
     def _fitted(self) -> _FittedSweep | None:
         if self._fit is None and self._compute.is_known:
             byte_seconds = self._byte_seconds.value(1) if self._byte_seconds.is_known else self._assumed

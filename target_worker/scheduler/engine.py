@@ -60,7 +60,7 @@ class SharedSweeps:
         self.delay = BatchDelay(max_delay)
         self.calls = CallQueue(pool, limits, self.delay.left)
         self.most_tokens = limits.max_sweep_tokens  # limit of a sweep; lowered when memory ran out
-        self._most_rows, self._most_in_flight = limits.max_sweep_tokens, most_in_flight
+        self._limits, self._most_rows, self._most_in_flight = limits, limits.max_sweep_tokens, most_in_flight
         self._beside: dict[int, SweepTimes] = {}  # by number in flight, above one
         self._chunk, self._least_shared = chunk, chunk if pool.shares_anywhere else limits.max_context
         self._yield = SweepYield()
@@ -100,14 +100,17 @@ class SharedSweeps:
         return tokens / cost(sum(part.num_tokens for part in parts)) if cost is not None else 0.0
 
     def _choose(self, jobs: Sequence[VerifyJob], num_in_flight: int) -> list[Part[VerifyJob]]:
-        times, recent, most = self.times_of(num_in_flight), self._yield.recent, self.most_tokens
+        times, recent, limits = self.times_of(num_in_flight), self._yield.recent, self._limits
+        most = min(self.most_tokens, limits.sweep_tokens(times.free_rows))
+        most_nodes = min(most, limits.max_logit_rows)
         # A second of a sweep costs what the target yields in a second, by all sweeps in flight together.
         recent = recent._replace(tokens_per_second=recent.tokens_per_second / num_in_flight)
         knee = max(times.knee, self._chunk)  # `chunk` rows are computed together, so it cannot be lower
         cost = times.curve()
-        make_fit(jobs, cost, recent, most)
+        make_fit(jobs, cost, recent, most_nodes)
         in_flight = [job for job in self.calls if job.num_in_sweep]
-        parts = choose_shared(jobs, most, knee, self._least_shared, cost or (lambda _: 0.0), in_flight)
+        seconds = cost or (lambda _: 0.0)
+        parts = choose_shared(jobs, most, knee, self._least_shared, seconds, in_flight, most_nodes)
         share_rows(parts, cost, recent, most)
         return parts
 
@@ -241,7 +244,8 @@ class SweepEngine:
         future: Future[None] = Future()
 
         def run() -> None:
-            with self.pool.scratch(min(self._sweeper.rows.most, self._limits.slot_rows)) as slot:
+            limits = self._limits
+            with self.pool.scratch(min(self._sweeper.rows.most, limits.slot_rows, limits.max_logit_rows)) as slot:
                 times = self._sweeper.warm_up(slot, self._limits.max_sweep_tokens)
             if times is not None:
                 self._sweeps.times, self._sweeps.cost = times, times.curve()

@@ -6,6 +6,7 @@ would have computed; or, by predicted sweep times, all such calls together are a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -35,17 +36,18 @@ def choose_shared(
     min_tokens: int,
     sweep_seconds: Callable[[int], float],
     in_flight: Sequence[VerifyJob] = (),
+    max_nodes: float = math.inf,
 ) -> list[Part[VerifyJob]]:
     """Choose the parts of one sweep; common prefixes of at least `min_tokens` tokens are computed once.
 
     `sweep_seconds` predicts the time of a sweep from its number of tokens. Nothing is chosen if all calls gain by
-    waiting for those `in_flight`.
+    waiting for those `in_flight`. At most `max_nodes` are nodes of trees.
     """
-    alone = choose(jobs, max_tokens, knee)
+    alone = choose(jobs, max_tokens, knee, max_nodes)
     followers = _followers(jobs, min_tokens, in_flight)
     while followers:
         waiting = {id(follower.job) for follower in followers}
-        parts = choose([job for job in jobs if id(job) not in waiting], max_tokens, knee)
+        parts = choose([job for job in jobs if id(job) not in waiting], max_tokens, knee, max_nodes)
         content = _content(followers, parts, alone, sweep_seconds)
         if len(content) == len(followers):
             return parts

@@ -49,7 +49,7 @@ SPEED_BYTES = 1000**3  # least bytes over which the link's speed is measured
 WARM_LAYERS = 2  # layers of the first pass of warm-up; layers of other kinds are compiled in the first sweep
 MOST_CACHED = 2048  # limit of cached layers' parameters: up to 20 KB each, outside the memory budget
 # Tried besides the fewest and the most rows, while time is left: tiles of kernels end at powers of two.
-TRIED_ROWS = (8, 64, 16, 17, 32, 33)
+TRIED_ROWS = (8, 64, 256, 16, 17, 32, 33, 128, 512)
 ENOUGH_SECONDS = 0.5  # limit of measuring; the fewest and the most rows are always measured
 TIMES = 3  # repetitions; the shortest counts, as other processes may be computing
 LEAST_SECONDS = 1e-6

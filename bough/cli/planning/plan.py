@@ -156,6 +156,7 @@ def _sweeps(plan: Plan) -> Iterator[str]:
         yield "compute counts products only; attention, norms and sampling add to it, and dominate in small layers"
     if sweep.expert_seconds:
         yield "experts are assumed to be chosen uniformly and independently; real rows share more of them"
+    yield f"a sweep has up to {plan.max_sweep_tokens} tokens of prompts and trees (--max-sweep-tokens)"
     if sweep.knee == 0:
         yield "no knee: even the fewest rows take longer to compute than to move over the link"
 
@@ -244,6 +245,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "speeds": asdict(plan.speeds),
         "link_seconds": sweep.link_seconds_of(plan.num_nodes),
         "knee_tokens": sweep.knee,
+        "max_sweep_tokens": plan.max_sweep_tokens,
         "sweeps": _sweeps_as_json(sweep),
         "tree_nodes": plan.num_nodes,
         "draft": asdict(plan.draft) if plan.draft else None,

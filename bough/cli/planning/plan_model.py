@@ -33,8 +33,10 @@ from bough.model.sizes.memory_budget import (
     other_devices,
     require_way_through,
     with_kv_memory,
+    with_sweep_tokens,
 )
 from bough.model.sizes.model_sizes import FoundModel, ModelShapes, find_model, model_shapes
+from bough.model.sizes.target_limits import TargetLimits
 from bough.model.threads import compute_with
 from bough.sizing.cost_model import (
     MEMORY_SHARE,
@@ -83,6 +85,7 @@ class Plan:
     placement: Placement
     speeds: Speeds
     sweep: SweepModel
+    max_sweep_tokens: int  # of a worker with these settings
     num_nodes: int  # tree size assumed for rates and purchases
     draft: DraftCost | None
     rates: tuple[Rate, ...]
@@ -121,6 +124,7 @@ def plan_of(sizes: Sizes, speeds: Speeds | None = None) -> Plan:
     settings, found, shapes, is_gpu = sizes
     config = found.config
     device, host = device_budget(settings, find_device(is_gpu)), host_budget(settings, is_gpu)
+    settings = with_sweep_tokens(settings, config, shapes.kv, device)
     settings = with_kv_memory(settings, shapes.kv, max_positions(config), device, host)
     fixed = shapes.fixed(settings, is_gpu)
     allowed = budgets(settings, shapes.layer_bytes, device, host)
@@ -141,6 +145,7 @@ def plan_of(sizes: Sizes, speeds: Speeds | None = None) -> Plan:
         return sweep_model(placement, shapes.work, shapes.rows, speeds, hidden_bytes(config, shapes.kv.dtype))
 
     sweep, num_nodes = sweep_of(placement), tree_size(settings)
+    limits = TargetLimits.of(settings, max_positions(config), bool(sizes.settings.max_sweep_tokens))
     draft_seconds = draft.seconds if draft else 0.0
     kinds = ("device", "host") if is_gpu else ("device",)
     prices = purchases(allowed, kinds, place_in, lambda placed: sweep_of(placed).seconds(num_nodes))
@@ -151,6 +156,7 @@ def plan_of(sizes: Sizes, speeds: Speeds | None = None) -> Plan:
         placement,
         speeds,
         sweep,
+        limits.sweep_tokens(sweep.knee),
         num_nodes,
         draft,
         tuple(rate(sweep, tokens, num_nodes, draft_seconds) for tokens in TOKENS_PER_ROUND),

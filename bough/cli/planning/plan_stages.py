@@ -26,6 +26,7 @@ from bough.model.sizes.memory_budget import (
     layer_kv_bytes,
     stage_buffer_bytes,
     with_kv_memory,
+    with_sweep_tokens,
 )
 from bough.model.sizes.model_sizes import ModelShapes
 from bough.sizing.cost_model import Rate, Speed, Speeds, SweepModel, rate
@@ -88,6 +89,7 @@ def make_stage_plan(settings: PlanConfig, stages: Sequence[tuple[str, int]]) -> 
     shapes, num_nodes, is_gpu = sizes.shapes, tree_size(sizes.settings), sizes.is_gpu
     together = sizes.settings
     host = host_budget(together, is_gpu)
+    together = with_sweep_tokens(together, shapes.config, shapes.kv, first)
     together = with_kv_memory(together, shapes.kv, max_positions(shapes.config), total, host)
     fixed = shapes.fixed(together, is_gpu)
     tier = Tier.HOST if is_gpu and sum(shapes.layer_bytes) <= host - fixed.kept_on_host else Tier.DISK

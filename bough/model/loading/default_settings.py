@@ -15,6 +15,7 @@ from bough.config.processes import TargetConfig
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import STORED_DTYPES, VALUE_DTYPES
 from bough.sizing.placement import gigabytes
+from bough.sizing.row_counts import SWEEP_TOKENS
 
 CPU_DTYPE = "bfloat16"  # our kernels' dtype; on a GPU the default is the checkpoint's dtype
 # A GPU computes all rows of a sweep together, in parts that bound the memory for results: 235 MB for each of an MLP of
@@ -27,10 +28,12 @@ Settings = TypeVar("Settings", bound=TargetConfig)
 
 
 def settled(settings: Settings, config: PretrainedConfig, device_type: str) -> Settings:
-    """The settings with dtype and rows filled in."""
+    """The settings with dtype and rows filled in, and on a CPU the tokens of a sweep."""
     of_gpu = REFERENCE_ROWS if settings.backend == "reference" else GPU_ROWS
     rows = settings.rows or (CPU_ROWS if device_type == "cpu" else of_gpu)
-    return replace(settings, dtype=chosen_dtype(settings.dtype, config, device_type), rows=rows)
+    tokens = settings.max_sweep_tokens or (SWEEP_TOKENS if device_type == "cpu" else 0)
+    dtype = chosen_dtype(settings.dtype, config, device_type)
+    return replace(settings, dtype=dtype, rows=rows, max_sweep_tokens=tokens)
 
 
 def chosen_dtype(name: str, config: PretrainedConfig, device_type: str) -> str:

@@ -15,6 +15,7 @@ from bough.model.architecture.architecture import max_positions
 from bough.model.batch.path_spans import SPAN_ROWS
 from bough.model.kv.session_kv import KVShape
 from bough.model.kv.state_shape import RECURRENT
+from bough.model.loading.default_settings import GPU_ROWS
 from bough.model.loading.loading import Skeleton
 from bough.model.sizes.target_limits import KVRoom, TargetLimits
 from bough.runtime.kv_budget import LEAST_CONTEXT, context_within, kv_budget
@@ -30,13 +31,15 @@ from bough.sizing.placement import (
     default_ring,
     gigabytes,
 )
-from bough.sizing.row_counts import OWN_MOST
+from bough.sizing.row_counts import MOST_SWEEP_TOKENS, OWN_MOST, SWEEP_TOKENS
 
 Target = TypeVar("Target", bound=TargetConfig)
 
 HIDDEN_COPIES = (
     8  # copies of a batch's hidden states at once: residuals, norms, queries, attention output, rotary tables
 )
+FURTHER_COPIES = 3  # of hidden states beyond GPU_ROWS, which layers compute part by part: their inputs, parts, results
+ACTIVATION_SHARE = 1 / 32  # most of a GPU's memory that sweeps of more than SWEEP_TOKENS may take
 GPU_SHARE = 0.95  # share of the memory that is free once libraries are loaded; the allocator rounds up
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 
@@ -124,6 +127,19 @@ def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device:
 def _session_bytes(settings: TargetConfig, shape: KVShape, num_tokens: int) -> int:
     """Bytes of a session of `num_tokens` and its largest tree."""
     return (num_tokens + settings.max_nodes) * shape.row_bytes + shape.state_bytes
+
+
+def with_sweep_tokens(settings: Target, config: PretrainedConfig, shape: KVShape, device: int) -> Target:
+    """The settings with a default for --max-sweep-tokens on a GPU, which has `device` bytes for the model."""
+    tokens = settings.max_sweep_tokens or MOST_SWEEP_TOKENS
+    chosen = replace(settings, max_sweep_tokens=tokens)
+    while not settings.max_sweep_tokens and tokens > SWEEP_TOKENS:
+        limits = TargetLimits.of(chosen, max_positions(config))
+        if layer_activation_bytes(config, shape, limits) <= ACTIVATION_SHARE * device:
+            break
+        tokens //= 2
+        chosen = replace(settings, max_sweep_tokens=tokens)
+    return chosen
 
 
 def require_way_through(placement: Placement, is_gpu: bool, host: int) -> None:
@@ -259,9 +275,16 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
 def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits) -> int:
     """Upper estimate of a sweep's memory without weights and slots (tests/model/sizes/test_memory_budget.py)."""
     size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
-    head = _sweep_rows(limits) * vocab_size * size * 2  # in parts, then concatenated
+    part = min(limits.rows, OWN_MOST)  # rows of a product; others are padded to them, and copied from each part
+    num_rows = -(-limits.max_logit_rows // part) * part * (2 if _scales_logits(config) else 1) + part
     logits = 8 * vocab_size * FLOAT64_BYTES  # one row at a time
-    return layer_activation_bytes(config, shape, limits) + head + logits
+    return layer_activation_bytes(config, shape, limits) + num_rows * vocab_size * size + logits
+
+
+def _scales_logits(config: PretrainedConfig) -> bool:
+    """Whether a model changes its logits after the product, into a copy."""
+    numbers = (value for name, value in config.to_dict().items() if "logit" in name or "lm_head" in name)
+    return any(isinstance(value, int | float) and value not in (0, 1) for value in numbers)
 
 
 def score_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits, num_threads: int) -> int:
@@ -289,7 +312,11 @@ def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Tar
     """The part of `activation_bytes` on a device with layers but no output head."""
     size, rows, tokens = shape.dtype.itemsize, max(limits.rows, OWN_MOST), _sweep_rows(limits)
     num_chosen = int(getattr(config, "num_experts_per_tok", None) or 0)  # outputs of a row's experts before their sum
-    hidden = tokens * hidden_bytes(config, shape.dtype) * (HIDDEN_COPIES + num_chosen)
+    further = (
+        0 if num_chosen else max(0, tokens - max(rows, GPU_ROWS))
+    )  # a mixture's rows wait for their experts together
+    copies = (tokens - further) * (HIDDEN_COPIES + num_chosen) + further * FURTHER_COPIES
+    hidden = copies * hidden_bytes(config, shape.dtype)
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
     attention = 0
     if shape.value_dim:  # latents: each head's queries and results are as wide, some of them copied

@@ -8,7 +8,9 @@ from typing import NamedTuple
 from bough.config.processes import TargetConfig
 from bough.errors import ConfigError
 from bough.runtime.kv_budget import num_states
+from bough.sizing.row_counts import SWEEP_TOKENS
 
+LOGIT_ROWS = 1024  # most rows of a sweep with logits, unless one tree has more: 262 MB of a 70B's
 KV_STEP = 256  # few moves of growing slots, and little memory compared with a session's context
 
 
@@ -29,13 +31,30 @@ class TargetLimits:
     max_context: int
     kv_step: int = KV_STEP  # by which a session's slot grows
     kv_sessions: int = 0  # requested sessions; 0 if KV memory is given in bytes
+    least_sweep_tokens: int = 0  # a sweep has more only while the link takes longer than computing; 0: never less
 
     @classmethod
-    def of(cls, settings: TargetConfig, max_positions: int) -> TargetLimits:
-        """The limits of a target with these settings for a model of `max_positions`, without limits by memory."""
-        max_sweep_tokens = max(settings.max_sweep_tokens, settings.max_nodes)
+    def of(cls, settings: TargetConfig, max_positions: int, is_given: bool = True) -> TargetLimits:
+        """The limits of a target with these settings for a model of `max_positions`, without limits by memory.
+
+        `is_given` says whether --max-sweep-tokens was; by default it follows the link.
+        """
+        max_sweep_tokens = max(settings.max_sweep_tokens or SWEEP_TOKENS, settings.max_nodes)
         max_context = min(settings.max_context or max_positions, max_positions)
-        return cls(settings.rows, max_sweep_tokens, settings.max_nodes, max_context, kv_sessions=settings.kv_sessions)
+        least = 0 if is_given else SWEEP_TOKENS
+        return cls(
+            settings.rows, max_sweep_tokens, settings.max_nodes, max_context, KV_STEP, settings.kv_sessions, least
+        )
+
+    def sweep_tokens(self, free_rows: float) -> int:
+        """The most tokens of a sweep if so many rows are computed while the link takes longer."""
+        return int(min(self.max_sweep_tokens, max(self.least_sweep_tokens or self.max_sweep_tokens, free_rows)))
+
+    @property
+    def max_logit_rows(self) -> int:
+        """Nodes of all trees of a sweep; rows of contexts have no logits."""
+        of_sessions = self.kv_sessions * self.max_nodes or self.max_sweep_tokens
+        return min(self.max_sweep_tokens, of_sessions, max(self.max_nodes, LOGIT_ROWS))
 
     @property
     def slot_rows(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bough.cli.flags.planning import PlanConfig
-from bough.cli.planning.plan import as_json
+from bough.cli.planning.plan import as_json, print_report
 from bough.cli.planning.plan_model import make_plan
 from bough.config.processes import parse
 from bough.errors import ConfigError
@@ -53,6 +53,21 @@ def test_packed_weights_are_read_once_and_rows_padded_to_tiles(folder: Path) -> 
         assert tiled(num_tokens) == num_rows
         seconds = max(139.0e9 * num_rows / 90.75e12, weights / 504e9) + 0.02
         assert plan.sweep.compute_seconds(num_tokens) == pytest.approx(seconds, rel=0.001)
+
+
+def test_a_prompt_of_8_thousand_tokens_takes_two_sweeps_of_16_bits(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a sweep has as many tokens as are computed while the link brings the layers."""
+    llama_70b(dtype="float16").save_pretrained(tmp_path / "plain")
+    plain = make_plan(parse(PlanConfig, "target_worker", ["--model", str(tmp_path / "plain"), *GPU], {}))
+    assert plain.sweep.knee > 4096
+    assert (plain.max_sweep_tokens, as_json(plain)["max_sweep_tokens"]) == (4096, 4096)
+    print_report(plain)
+    assert "a sweep has up to 4096 tokens" in capsys.readouterr().out
+    packed = planned(folder)
+    assert packed.sweep.knee < 1024 == packed.max_sweep_tokens
+    assert planned(folder, "--max-sweep-tokens", "2000").max_sweep_tokens == 2000
 
 
 def test_layers_on_another_gpu_do_not_cross_the_link(folder: Path) -> None:

@@ -19,7 +19,14 @@ from bough.model.loading.default_settings import GPU_ROWS, chosen_dtype, convers
 from bough.model.loading.loading import build_skeleton
 from bough.model.running.host_embeddings import embeddings_for_host, host_bytes
 from bough.model.sizes import memory_budget
-from bough.model.sizes.memory_budget import budgets, device_budget, other_devices, with_kv_memory
+from bough.model.sizes.memory_budget import (
+    activation_bytes,
+    budgets,
+    device_budget,
+    other_devices,
+    with_kv_memory,
+    with_sweep_tokens,
+)
 from bough.model.sizes.model_sizes import find_model, model_shapes
 from bough.model.sizes.target_limits import TargetLimits
 from bough.sizing.placement import HOST_SLABS, Budgets, Fixed, Placement, Tier, place, place_with
@@ -57,6 +64,7 @@ def placed(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> Placem
     settings = settled(parse(TargetConfig, "t", ["--model", "m", *flags], {}), config, "cuda")
     shapes = model_shapes(found, settings.dtype, 0, settings.rows, "cuda")
     device, host = device_budget(settings, GPU), memory_budget.host_budget(settings, is_gpu=True)
+    settings = with_sweep_tokens(settings, config, shapes.kv, device)
     settings = with_kv_memory(settings, shapes.kv, 8192, device, host)
     others = other_devices(settings, config, shapes.kv, shapes.scratch_bytes, "cuda:0", 2)
     allowed = budgets(settings, shapes.layer_bytes, device, host)
@@ -119,6 +127,28 @@ def test_rows_and_data_type_follow_device_and_checkpoint() -> None:
     told = parse(TargetConfig, "t", ["--model", "m", "--rows", "32", "--dtype", "float32"], {})
     assert (settled(told, config, "cuda").rows, settled(told, config, "cuda").dtype) == (32, "float32")
     assert chosen_dtype("auto", llama_70b(), "cuda") == "bfloat16"
+
+
+def test_large_sweeps_take_little_memory(awq_70b: Path) -> None:
+    """Logits are for the nodes of trees only, of which there are no more; a small card has sweeps of fewer tokens."""
+    config, settings = find_model(str(awq_70b)).config, parse(TargetConfig, "t", ["--model", "m"], {})
+    shape, settings = KVShape.of(config, torch.float16), settled(settings, config, "cuda")
+
+    def tokens(settings: TargetConfig, memory: int) -> int:
+        return with_sweep_tokens(settings, config, shape, memory).max_sweep_tokens
+
+    assert [tokens(settings, memory * GB) for memory in (24, 14, 6)] == [4096, 2048, 1024]
+    assert tokens(replace(settings, max_sweep_tokens=3000), GB) == 3000
+    few, many = (
+        activation_bytes(config, shape, TargetLimits.of(replace(settings, max_sweep_tokens=tokens), 8192))
+        for tokens in (1024, 4096)
+    )
+    assert few < 0.71 * GB
+    assert many - few < 0.16 * GB
+    one = TargetLimits.of(replace(settings, max_sweep_tokens=4096, kv_sessions=1, max_nodes=64), 8192)
+    assert one.max_logit_rows == 64
+    assert TargetLimits.of(replace(settings, max_nodes=2000), 8192).max_logit_rows == 2000, "of one tree"
+    assert settled(parse(TargetConfig, "t", ["--model", "m"], {}), config, "cpu").max_sweep_tokens == 1024
 
 
 def test_a_conversion_is_reported() -> None:

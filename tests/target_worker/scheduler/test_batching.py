@@ -127,6 +127,22 @@ def test_no_call_starves_while_others_keep_coming(trees: list[int], prompts: lis
         assert all(number - last[id(call)] <= len(calls) for call in order)
 
 
+@given(sizes, knees)
+def test_a_sweep_has_at_most_so_many_nodes(mix: list[tuple[int, int]], knee: float) -> None:
+    """Only they have logits; a tree behind its context counts as well, and no call waits for longer."""
+    calls = [prompt(length, nodes, start=1000 * n) for n, (length, nodes) in enumerate(mix)]
+
+    def chosen(waiting: list[Call]) -> list[Part[Call]]:
+        parts = choose(waiting, ROOM, knee, MAX_NODES)
+        assert sum(part.job.num_nodes for part in parts if part.has_tree) <= MAX_NODES
+        return parts
+
+    run(calls, chosen)
+    for call in calls:
+        gaps = [after - before for before, after in zip([-1, *call.sweeps], call.sweeps, strict=False)]
+        assert max(gaps) <= len(calls)
+
+
 def test_a_tree_comes_before_a_long_prompt_which_gets_the_remaining_rows() -> None:
     long, tree = prompt(1000), Call(Text([]), 24)
     parts = plainly([long, tree])

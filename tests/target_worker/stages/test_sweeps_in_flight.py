@@ -295,6 +295,30 @@ def test_calls_are_divided_among_sweeps_where_that_answers_them_sooner(curve: Co
     assert len(sweeps.choose(1)) == 4 - num_chosen
 
 
+@pytest.mark.parametrize(
+    ("link_seconds", "num_tokens"),
+    [(0.0, 100), (4.0, 100), (25.0, 250), (99.0, 400)],
+    ids=["no link", "a fast one", "a slow one", "slower than the largest sweep"],
+)
+def test_by_default_a_sweep_has_more_tokens_while_the_link_takes_longer(link_seconds: float, num_tokens: int) -> None:
+    """Up to what memory allows, of a prompt of 450; a given limit applies as it is."""
+    limits, curve = replace(DIVIDED, max_sweep_tokens=400, max_context=500), CostCurve((1, 401), (0.1, 40.1))
+    for least, wanted in ((100, num_tokens), (0, 400)):
+        times = SweepTimes(1, 400, curve, 1000, link_seconds)
+        sweeps = SharedSweeps(new_pool(Clock(), 600), replace(limits, least_sweep_tokens=least), times, 1, 0.0)
+        sweeps.calls.admit(call_of("a", 450, 0), Future(), 0)
+        assert [part.num_context for part in sweeps.choose()] == pytest.approx([wanted], abs=1)
+
+
+def test_trees_that_wait_together_are_cut_to_the_rows_with_logits() -> None:
+    limits = replace(DIVIDED, max_sweep_tokens=400, max_nodes=5, kv_sessions=2)
+    assert limits.max_logit_rows == 10
+    sweeps = SharedSweeps(new_pool(Clock(), 600), limits, SweepTimes(1, 400, FLAT), 1, 0.0)
+    for session in ("a", "bb", "ccc"):
+        sweeps.calls.admit(call_of(session, 1, 0), Future(), 0)
+    assert sum(part.job.num_nodes for part in sweeps.choose() if part.has_tree) <= 10
+
+
 def test_a_call_does_not_wait_for_a_prefix_in_a_sweep_that_takes_longer_than_its_own() -> None:
     limits, curve = replace(DIVIDED, max_sweep_tokens=400, max_context=500), CostCurve((1, 401), (0.1, 40.1))
     sweeps = SharedSweeps(new_pool(Clock(), 1200), limits, SweepTimes(1, 400, curve), 1, 0.0, most_in_flight=2)

@@ -79,10 +79,11 @@ def test_a_whole_sweep_is_estimated_from_a_layer_and_the_head() -> None:
         return PassSeconds(layer=0.2 + 0.01 * num_tokens, rest=0.1 + 0.001 * num_tokens)
 
     curve = compute_curve(one_layer, RowCounts(256, 1), 1000, 10, lambda: 0.0)
-    assert curve.rows == (1, 8, 16, 17, 32, 33, 64, 256)
+    assert curve.rows == (1, 8, 16, 17, 32, 33, 64, 128, 256)
     assert [curve(1), curve(256)] == pytest.approx([2.201, 27.956])
     few = compute_curve(one_layer, RowCounts(256, 1), 100, 10, lambda: 0.0)
     assert few.rows[-1] == 100, "a slot has no room for more"
+    assert compute_curve(one_layer, RowCounts(1024, 1), 1024, 10, lambda: 0.0).rows[-4:] == (128, 256, 512, 1024)
     now = itertools.count(0.0, 1.0)
     assert compute_curve(one_layer, RowCounts(256, 1), 1000, 10, lambda: next(now)).rows == (1, 256), "time is up"
     asked.clear()
