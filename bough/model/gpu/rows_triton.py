@@ -102,48 +102,8 @@ def _flat(rows: torch.Tensor, divisor: int) -> torch.Tensor:
 
 
 @triton.jit
-def _turn(
-    numbers: tl.tensor,  # a row's heads, of WIDTH numbers
-    head_stride: tl.tensor,
-    out: tl.tensor,
-    cos: tl.tensor,  # the row's
-    sin: tl.tensor,
-    head: tl.tensor,  # of a tile
-    NUM_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TURNED: tl.constexpr,
-    IN_PAIRS: tl.constexpr,
-    OUT_PAIRS: tl.constexpr,
-    STEP: tl.constexpr,
-    SECOND: tl.constexpr,
-    IS_WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-) -> None:
-    HALF: tl.constexpr = TURNED // 2
-    j, is_head = tl.arange(0, BLOCK)[None, :], (head < NUM_HEADS)[:, None]
-    is_pair, is_in = j < HALF, is_head & (j < HALF)
-    from_, to = numbers + head[:, None] * head_stride, out + head[:, None] * WIDTH
-    first = tl.load(from_ + (2 * j if IN_PAIRS else j), mask=is_in, other=0.0).to(tl.float32)
-    second = tl.load(from_ + (2 * j + 1 if IN_PAIRS else j + HALF), mask=is_in, other=0.0).to(tl.float32)
-    first_cos = first * tl.load(cos + STEP * j, mask=is_pair, other=0.0).to(tl.float32)
-    second_sin = second * tl.load(sin + STEP * j, mask=is_pair, other=0.0).to(tl.float32)
-    second_cos = second * tl.load(cos + STEP * j + SECOND, mask=is_pair, other=0.0).to(tl.float32)
-    first_sin = first * tl.load(sin + STEP * j + SECOND, mask=is_pair, other=0.0).to(tl.float32)
-    if not IS_WIDE:
-        first_cos, second_sin = nearest(first_cos, out), nearest(second_sin, out)
-        second_cos, first_sin = nearest(second_cos, out), nearest(first_sin, out)
-    first, second = nearest(first_cos - second_sin, out), nearest(second_cos + first_sin, out)
-    tl.store(to + (2 * j if OUT_PAIRS else j), first.to(out.dtype.element_ty), mask=is_in)
-    tl.store(to + (2 * j + 1 if OUT_PAIRS else j + HALF), second.to(out.dtype.element_ty), mask=is_in)
-    if WIDTH > TURNED:
-        rest = TURNED + tl.arange(0, REST)[None, :]
-        tl.store(to + rest, tl.load(from_ + rest, mask=is_head & (rest < WIDTH)), mask=is_head & (rest < WIDTH))
-
-
-@triton.jit
 def turn_row(
-    queries: tl.tensor,  # (num_rows, NUM_QUERIES, QUERY_WIDTH), as `keys`
+    queries: tl.tensor,  # (num_rows, NUM_QUERIES, WIDTH), as `keys`
     keys: tl.tensor,
     cos: tl.tensor,  # (num_rows, numbers of a table)
     sin: tl.tensor,
@@ -157,8 +117,7 @@ def turn_row(
     sin_row: tl.tensor,
     NUM_QUERIES: tl.constexpr,
     NUM_KEYS: tl.constexpr,
-    QUERY_WIDTH: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
     TURNED: tl.constexpr,  # numbers of a head that turn; the rest is copied
     IN_PAIRS: tl.constexpr,  # as the fields of `Rotary`
     OUT_PAIRS: tl.constexpr,
@@ -169,47 +128,52 @@ def turn_row(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ) -> None:
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    QUERY_TILES: tl.constexpr = (NUM_QUERIES + HEADS - 1) // HEADS
-    cos += row * cos_row
-    sin += row * sin_row
-    heads = tl.arange(0, HEADS)
-    if tile < QUERY_TILES:
-        _turn(
-            queries + row * query_row, query_head, turned_queries + row * (NUM_QUERIES * QUERY_WIDTH), cos, sin,
-            tile * HEADS + heads, NUM_QUERIES, QUERY_WIDTH, TURNED, IN_PAIRS, OUT_PAIRS, STEP, SECOND, IS_WIDE, BLOCK,
-            REST,
-        )  # fmt: skip
-    else:
-        _turn(
-            keys + row * key_row, key_head, turned_keys + row * (NUM_KEYS * KEY_WIDTH), cos, sin,
-            (tile - QUERY_TILES) * HEADS + heads, NUM_KEYS, KEY_WIDTH, TURNED, IN_PAIRS, OUT_PAIRS, STEP, SECOND,
-            IS_WIDE, BLOCK, REST,
-        )  # fmt: skip
+    HALF: tl.constexpr = TURNED // 2
+    row, head = tl.program_id(0).to(tl.int64), (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    key, is_head, j = head - NUM_QUERIES, head < NUM_QUERIES + NUM_KEYS, tl.arange(0, BLOCK)[None, :]
+    of_query, of_key = queries + row * query_row + head * query_head, keys + row * key_row + key * key_head
+    from_ = tl.where(key < 0, of_query, of_key)
+    of_query, of_key = (row * NUM_QUERIES + head) * WIDTH, (row * NUM_KEYS + key) * WIDTH
+    to = tl.where(key < 0, turned_queries + of_query, turned_keys + of_key)
+    is_pair, is_in = j < HALF, is_head & (j < HALF)
+    cos, sin = cos + row * cos_row + STEP * j, sin + row * sin_row + STEP * j
+    first = tl.load(from_ + (2 * j if IN_PAIRS else j), mask=is_in, other=0.0).to(tl.float32)
+    second = tl.load(from_ + (2 * j + 1 if IN_PAIRS else j + HALF), mask=is_in, other=0.0).to(tl.float32)
+    first_cos = first * tl.load(cos, mask=is_pair, other=0.0).to(tl.float32)
+    second_sin = second * tl.load(sin, mask=is_pair, other=0.0).to(tl.float32)
+    second_cos = second * tl.load(cos + SECOND, mask=is_pair, other=0.0).to(tl.float32)
+    first_sin = first * tl.load(sin + SECOND, mask=is_pair, other=0.0).to(tl.float32)
+    if not IS_WIDE:
+        first_cos, second_sin = nearest(first_cos, turned_keys), nearest(second_sin, turned_keys)
+        second_cos, first_sin = nearest(second_cos, turned_keys), nearest(first_sin, turned_keys)
+    first = nearest(first_cos - second_sin, turned_keys).to(to.dtype.element_ty)
+    second = nearest(second_cos + first_sin, turned_keys).to(to.dtype.element_ty)
+    tl.store(to + (2 * j if OUT_PAIRS else j), first, mask=is_in)
+    tl.store(to + (2 * j + 1 if OUT_PAIRS else j + HALF), second, mask=is_in)
+    if WIDTH > TURNED:
+        rest = TURNED + tl.arange(0, REST)[None, :]
+        tl.store(to + rest, tl.load(from_ + rest, mask=is_head & (rest < WIDTH)), mask=is_head & (rest < WIDTH))
 
 
 def rotate(
     queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: Rotary
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`Backend.rotate`; a row's heads are side by side in the memory of the results."""
+    width, is_whole = queries.shape[-1], kind.table is Table.WHOLE
     turned = cos.shape[-1] * (2 if kind.table is Table.HALF else 1)
     is_wide = kind.is_wide or torch.promote_types(queries.dtype, cos.dtype) != queries.dtype
-    is_whole = kind.table is Table.WHOLE
     step, second = (2, 1) if is_whole and kind.in_pairs else (1, turned // 2 if is_whole else 0)
-    widths = queries.shape[-1], keys.shape[-1]
-    block = triton.next_power_of_2(turned // 2)
-    heads = max(1, TILE_NUMBERS // block)
-    cos, sin = (table if table.stride(2) == 1 else table.contiguous() for table in (cos, sin))
-    queries, keys = (numbers if numbers.stride(3) == 1 else numbers.contiguous() for numbers in (queries, keys))
-    by_row = [numbers.transpose(1, 2) for numbers in (queries, keys)]
-    outs = [torch.empty(numbers.shape, dtype=numbers.dtype, device=numbers.device) for numbers in by_row]
-    strides = [numbers.stride(axis) for numbers in by_row for axis in (1, 2)] + [cos.stride(1), sin.stride(1)]
-    sizes = {"NUM_QUERIES": queries.shape[1], "NUM_KEYS": keys.shape[1], "TURNED": turned}
-    sizes |= {"QUERY_WIDTH": widths[0], "KEY_WIDTH": widths[1], "STEP": step, "SECOND": second, "IS_WIDE": is_wide}
-    sizes |= {"IN_PAIRS": kind.in_pairs, "OUT_PAIRS": kind.out_pairs, "HEADS": heads, "BLOCK": block}
-    grid = queries.shape[2], triton.cdiv(queries.shape[1], heads) + triton.cdiv(keys.shape[1], heads)
-    rest = triton.next_power_of_2(max(1, max(widths) - turned))
-    turn_row[grid](*by_row, cos, sin, *outs, *strides, **sizes, REST=rest, **OPTIONS)
+    cos, sin, queries, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (cos, sin, queries, keys))
+    by_row = [x.transpose(1, 2) for x in (queries, keys)]
+    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in by_row]
+    strides = [x.stride(axis) for x in by_row for axis in (1, 2)] + [cos.stride(1), sin.stride(1)]
+    block, (num_queries, num_keys) = triton.next_power_of_2(turned // 2), (x.shape[2] for x in by_row)
+    heads = max(1, TILE_NUMBERS // triton.next_power_of_2(width))
+    constants = {"NUM_QUERIES": num_queries, "NUM_KEYS": num_keys, "WIDTH": width, "TURNED": turned, "STEP": step}
+    constants |= {"IN_PAIRS": kind.in_pairs, "OUT_PAIRS": kind.out_pairs, "SECOND": second, "IS_WIDE": is_wide}
+    constants |= {"HEADS": heads, "BLOCK": block, "REST": triton.next_power_of_2(max(1, width - turned))}
+    grid = queries.shape[2], triton.cdiv(num_queries + num_keys, heads)
+    turn_row[grid](*by_row, cos, sin, *outs, *strides, **constants, **OPTIONS)
     return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
 
 

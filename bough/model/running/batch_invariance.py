@@ -36,6 +36,8 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
     backend = backend_of(device)
     counts = row_counts(skeleton.model, skeleton.quantization, skeleton.dtype, most, backend)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
+    if backend.takes_any_rows:
+        fuse_parts(decoder, backend)
     product = product_of(counts, backend)
     for module in (*_linears(decoder.layers), head):
         module.forward = partial(_forward, module, product)
@@ -43,7 +45,6 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
         if not has_own_products(module):
             module.forward = _with_product(module.forward, product)
     if backend.takes_any_rows:
-        fuse_parts(decoder, backend)
         return counts
     for module in (decoder.norm, head):
         module.forward = partial(in_counts, module.forward, counts, axis=1)

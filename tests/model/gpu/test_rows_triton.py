@@ -11,6 +11,7 @@ import torch
 
 from bough.model.backend import ACTIVATIONS, Norm, load
 from bough.model.running.fused_parts import NORMS, ROTARIES
+from tests.fakes.tiers import long_but
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="Triton is not installed; builds of torch for GPUs bring it")
@@ -57,7 +58,7 @@ def test_norms_are_torchs_within_one_rounding(kind: Norm, dtype: torch.dtype) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [NORMS[0], NORMS[-1]], ids=str)
+@pytest.mark.parametrize("kind", long_but(NORMS[:1], NORMS), ids=str)
 def test_a_rows_norm_has_the_same_bits_among_any_others(kind: Norm) -> None:
     """Also where rows are parts of wider ones, and begin at any address."""
     row, weight = random(WIDTH, dtype=torch.bfloat16), random(WIDTH, dtype=torch.bfloat16, seed=1)
