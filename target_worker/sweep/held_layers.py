@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,6 +101,8 @@ class HeldLayers:
             there = [other for other in others if other.index < torch.cuda.device_count()]  # `place` refuses the rest
             checked_backend(config.backend, [self.device, *there], self.skeleton)
         self.backend = backend_of(self.device)
+        if self.backend.name == "reference":  # whose rows are fewer, whoever chose it
+            self.config = settled(replace(config, backend="reference"), load_config(checkpoint.path), self.device.type)
         self.conversion = conversion(checkpoint.tensors.values(), self.skeleton.dtype)
         self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self.skeleton.layer_slots))
         self._experts: dict[int, LayerExperts] = {}  # by layer; `layers` are then without their experts

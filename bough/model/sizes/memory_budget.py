@@ -15,7 +15,6 @@ from bough.model.architecture.architecture import max_positions
 from bough.model.batch.path_spans import SPAN_ROWS
 from bough.model.kv.session_kv import KVShape
 from bough.model.kv.state_shape import RECURRENT
-from bough.model.loading.default_settings import GPU_ROWS
 from bough.model.loading.loading import Skeleton
 from bough.model.sizes.target_limits import KVRoom, TargetLimits
 from bough.runtime.kv_budget import LEAST_CONTEXT, context_within, kv_budget
@@ -38,7 +37,7 @@ Target = TypeVar("Target", bound=TargetConfig)
 HIDDEN_COPIES = (
     8  # copies of a batch's hidden states at once: residuals, norms, queries, attention output, rotary tables
 )
-FURTHER_COPIES = 3  # of hidden states beyond GPU_ROWS, which layers compute part by part: their inputs, parts, results
+FURTHER_COPIES = 3  # of hidden states beyond SWEEP_TOKENS, which layers compute part by part: inputs, parts, results
 ACTIVATION_SHARE = 1 / 32  # most of a GPU's memory that sweeps of more than SWEEP_TOKENS may take
 GPU_SHARE = 0.95  # share of the memory that is free once libraries are loaded; the allocator rounds up
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
@@ -313,7 +312,7 @@ def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Tar
     size, rows, tokens = shape.dtype.itemsize, max(limits.rows, OWN_MOST), _sweep_rows(limits)
     num_chosen = int(getattr(config, "num_experts_per_tok", None) or 0)  # outputs of a row's experts before their sum
     further = (
-        0 if num_chosen else max(0, tokens - max(rows, GPU_ROWS))
+        0 if num_chosen else max(0, tokens - max(rows, SWEEP_TOKENS))
     )  # a mixture's rows wait for their experts together
     copies = (tokens - further) * (HIDDEN_COPIES + num_chosen) + further * FURTHER_COPIES
     hidden = copies * hidden_bytes(config, shape.dtype)
