@@ -17,6 +17,7 @@ from torch.nn.functional import gelu, pad, silu
 from bough.errors import ConfigError
 from bough.model.batch.batch import Chunk
 from bough.model.batch.state_steps import StateSteps
+from bough.model.packed import ExpertTiles, Matrix, Packed, Stack, is_transposed
 from bough.sizing.row_counts import RowCounts
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -57,6 +58,7 @@ class Backend(ABC):
     rooms: ClassVar[tuple[str, ...]]  # packages whose code decides its bits, in addition to that module
     takes_any_rows = False  # whether layers of all models run over any number of rows, by `multiply`, `norm` and so on
     compiles_ahead = False  # whether a worker must compile kernels before it loads a model
+    groups_experts = False  # whether it has `expert_tiles` and `multiply_grouped`
     captures_steps = False  # whether a draft's steps may be captured as graphs
 
     @abstractmethod
@@ -86,10 +88,24 @@ class Backend(ABC):
         """Whether that holds for a layer, and torch splits a step of its input and output rows into whole vectors."""
         return False
 
-    def multiply(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def multiply(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
         """As `linear`, of any number of rows; only if `fits_single_rows` or `multiplies_single_rows` allow it.
 
-        The matrix may have any strides.
+        The matrix may have any strides. The bias is added to sums before they are rounded.
+        """
+        raise NotImplementedError
+
+    def expert_tiles(self, chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
+        """Sort rows by the experts that they have chosen, (rows, k); numbers from `num_experts` on mean no choice."""
+        raise NotImplementedError
+
+    def multiply_grouped(
+        self, rows: torch.Tensor, stack: Stack, tiles: ExpertTiles, is_sorted: bool = False
+    ) -> torch.Tensor:
+        """Products (entries, outputs) of rows with the matrices of the experts that they have chosen.
+
+        rows (rows, inputs), or with `is_sorted` (entries, inputs) in the order of entries, as of a product before.
+        Entries that are in no tile are not written.
         """
         raise NotImplementedError
 
@@ -157,54 +173,18 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def write_down(
-        self,
-        words: torch.Tensor,
-        zeros: torch.Tensor,
-        scales: torch.Tensor,
-        groups: torch.Tensor | None,
-        bits: int,
-        zero_offset: int,
-        out: torch.Tensor,
-    ) -> None:
-        """Unpack GPTQ's format.
+    def write(self, matrix: Packed, out: torch.Tensor) -> None:
+        """Unpack a matrix to `out` (outputs, inputs), which is contiguous, or its transpose if it `is_transposed`."""
 
-        words (inputs * bits / 32, outputs), zeros (groups, outputs * bits / 32), scales (groups, outputs), out (inputs,
-        outputs); `groups` (inputs,) int32 has each input's group, None if they are in order.
-        """
-
-    @abstractmethod
-    def write_across(self, words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Unpack AWQ's format.
-
-        words (inputs, outputs / 8), zeros (groups, outputs / 8), scales (groups, outputs), out (inputs, outputs).
-        """
-
-    @abstractmethod
-    def write_along(
-        self,
-        numbers: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        groups: torch.Tensor | None,
-        bits: int,
-        block: tuple[int, int],
-        out: torch.Tensor,
-    ) -> None:
-        """Unpack numbers by rows, as `bough.model.quant.scaled`.
-
-        numbers (outputs, inputs) int8 or float8_e4m3fn, (outputs, inputs * bits / 32) int32, or (outputs, inputs / 2)
-        uint8 of E2M1; scales (blocks, groups) for blocks of `block` outputs and inputs; zeros (outputs * bits / 32,
-        groups) int32 or None; `groups` (inputs,) int32 has each input's group, None if they are in order; out (outputs,
-        inputs).
-        """
-
-    @abstractmethod
-    def write_blocks(self, data: torch.Tensor, size: tuple[int, int], type_: Any, half: int, out: torch.Tensor) -> None:
-        """Unpack blocks of `size` numbers and bytes, of a type of `bough.model.quant.ggml_blocks`, as its `Blocks`.
-
-        data (rows, bytes) uint8, out (rows, columns).
-        """
+    def written_out(self, matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
+        """A matrix as a tensor (outputs, inputs), in new memory if it is packed."""
+        if isinstance(matrix, torch.Tensor):
+            return matrix
+        shape, device = matrix.shape, matrix[0].device
+        is_turned = is_transposed(matrix)
+        out = torch.empty(shape[::-1] if is_turned else shape, dtype=dtype, device=device)
+        self.write(matrix, out := out.t() if is_turned else out)
+        return out
 
     # Models compiled whole. `skeleton` is a `Skeleton` of `bough.model.loading`, which needs this module.
 

@@ -5,7 +5,8 @@
 The wrappers that a worker calls bind and compile them, through Triton's own path, with a driver that launches nothing.
 Calls with few and many rows must come to one program. Prints a line for each kernel, then one JSON line. Kernels in
 Triton's cache that have an assembler report are not compiled again. The exit status is 1 if a kernel spills registers
-to memory, needs more shared memory than there is, or is attention without tensor cores. Speed is not measured.
+to memory, needs more shared memory than there is, or is attention or a product without tensor cores or without loads of
+16 bytes. Speed is not measured.
 """
 
 from __future__ import annotations
@@ -39,15 +40,19 @@ from bough.config.flag_parser import FlagParser
 from bough.model.backend import ACTIVATIONS, Norm, Rotary, Table
 from bough.model.batch.path_spans import Paths
 from bough.model.checkpoint.gguf_file import BLOCKS
-from bough.model.gpu import attention_triton, delta_rule_triton, rows_triton, unpack_triton
+from bough.model.gpu import attention_triton, delta_rule_triton, product_triton, rows_triton, unpack_triton
+from bough.model.packed import Along, ExpertTiles, InBlocks, Matrix, Packed, Stack, is_transposed
+from bough.model.quant.formats import SAMPLES
 from bough.model.quant.ggml_blocks import TYPES
-from bough.model.quant.mxfp4 import GROUP
 from bough.model.running.fused_parts import NORMS, ROTARIES
 
 CAPABILITIES = (80, 86, 89, 90, 120)
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # limit of a program
 LOG = "assembler.log"  # the assembler's report, next to a kernel in Triton's cache
+WIDE_LOADS = 6  # least of a product: rows and weights, of at least three tiles
+UNALIGNED = "Q3_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_K"  # not of 16 bytes
 ROW_COUNTS = (1, 2, 8, 64, 256)  # of calls whose bits for a row must be equal, and so their program
+PROGRAM_ROWS = {16: (1, 2, 8, 16), 32: (17, 32), 64: (33, 64), 128: (65, 256, 1000)}  # counts by rows of a program
 KV_HEADS, TAIL = 8, 32
 INPUTS, OUTPUTS = 4096, 1024  # of a packed matrix
 HIDDEN = 4096
@@ -115,14 +120,18 @@ class Compiled:
     spilled_bytes: int
     shared_bytes: int
     products: tuple[str, ...]  # shapes of its tensor cores' instructions
+    wide_loads: int  # instructions that load 16 bytes
 
     @property
     def fits(self) -> bool:
-        """Whether it needs no spills and fits in shared memory, and attention uses tensor cores."""
-        has_products = bool(self.products) or not self.name.startswith("attention")
-        return (
-            self.spilled_bytes == 0 and self.shared_bytes <= SHARED_BYTES.get(self.capability, 49_152) and has_products
+        """Whether it needs no spills, fits in shared memory, uses tensor cores, and loads what is aligned widely."""
+        is_product = self.name.startswith("product")
+        has_products = bool(self.products) or not (is_product or self.name.startswith("attention"))
+        is_wide = (
+            self.wide_loads >= WIDE_LOADS or not is_product or any(f", {name}, " in self.name for name in UNALIGNED)
         )
+        fits = self.shared_bytes <= SHARED_BYTES.get(self.capability, 49_152)
+        return self.spilled_bytes == 0 and fits and has_products and is_wide
 
 
 class _AbsentGPU:
@@ -144,14 +153,18 @@ class _AbsentGPU:
 def kernels() -> Iterator[Kernel]:
     """All kernels: of recurrent layers; in bfloat16 and float16 attention of every family, parts of rows, unpacking."""
     yield Kernel("gated delta rule", [partial(_recur, rows) for rows in ROW_COUNTS])
+    numbers = [torch.zeros(rows, dtype=torch.int64) for rows in ROW_COUNTS]
+    yield Kernel("table of experts", [partial(product_triton.expert_table, each, ROW_COUNTS[-1]) for each in numbers])
     for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         for heads in FAMILIES:
             calls = [partial(_attend, heads, dtype, rows) for rows in ROW_COUNTS]
             yield Kernel(f"attention, {heads}, {short}", calls)
         for name, call_rows in _rows():
             yield Kernel(f"{name}, {short}", [partial(call_rows, dtype, rows) for rows in ROW_COUNTS])
-        for name, call in _unpacking():
-            yield Kernel(f"{name}, {short}", [partial(call, dtype)])
+        for name, matrix in matrices():
+            yield Kernel(f"unpacking, {name}, {short}", [partial(_write, matrix, dtype)])
+        for kernel in _products(dtype):
+            yield kernel._replace(name=f"{kernel.name}, {short}")
 
 
 def _attend(heads: Heads, dtype: torch.dtype, num_rows: int) -> None:
@@ -207,61 +220,50 @@ def _gate(activation: str, dtype: torch.dtype, num_rows: int) -> None:
     rows_triton.gate(numbers, numbers, activation)
 
 
-def _unpacking() -> Iterator[tuple[str, Callable[[torch.dtype], None]]]:
-    """Unpacks a matrix of zeros in each format."""
-    for name, bits in (("gptq", 4), ("gptq of bytes", 8)):
-        yield name, partial(_write_down, bits, None)
-        yield f"{name} by g_idx", partial(_write_down, bits, torch.zeros(INPUTS, dtype=torch.int32))
-    yield "awq", _write_across
-    order, group, column = torch.zeros(INPUTS, dtype=torch.int32), (1, 128), (1, INPUTS)
-    yield "compressed-tensors", partial(_write_along, torch.int32, 4, group, torch.float16, None)
-    yield "compressed-tensors by g_idx", partial(_write_along, torch.int32, 4, group, torch.float16, order)
-    yield "compressed-tensors of bytes", partial(_write_along, torch.int32, 8, group, torch.float16, None)
-    yield "int8", partial(_write_along, torch.int8, 8, column, torch.float16, None)
-    yield "fp8", partial(_write_along, torch.float8_e4m3fn, 8, (128, 128), torch.float32, None)
-    yield "mxfp4", partial(_write_along, torch.uint8, 4, (1, GROUP), torch.float8_e8m0fnu, None)
-    yield "nvfp4", partial(_write_along, torch.uint8, 4, (1, 16), torch.float32, None)
-    for name in TYPES:
-        yield name, partial(_write_blocks, name)
+def matrices() -> Iterator[tuple[str, Packed]]:
+    """A matrix of zeros in each format, by name."""
+    for name, make in SAMPLES.items():
+        source = make(OUTPUTS, INPUTS)
+        matrix = source.packed([torch.zeros(place.num_bytes, dtype=torch.uint8) for place in source.places])
+        yield name, matrix
+        if isinstance(matrix, Along) and matrix.numbers.dtype == torch.int32 and matrix.bits == 4:
+            yield f"{name}, zeros", matrix._replace(zeros=torch.zeros(OUTPUTS // 8, INPUTS // 128, dtype=torch.int32))
+    for name in TYPES.keys() - SAMPLES.keys():
+        values, num_bytes = BLOCKS[name]
+        data = torch.zeros(OUTPUTS, INPUTS // values * num_bytes, dtype=torch.uint8)
+        yield name, InBlocks(data, BLOCKS[name], TYPES[name], 1)
 
 
-def _write_down(bits: int, order: torch.Tensor | None, dtype: torch.dtype) -> None:
-    per_word, groups = 32 // bits, INPUTS // 128
-    words, zeros = (
-        torch.zeros(n, m, dtype=torch.int32) for n, m in ((INPUTS // per_word, OUTPUTS), (groups, OUTPUTS // per_word))
-    )
-    scales = torch.zeros(groups, OUTPUTS, dtype=torch.float16)
-    unpack_triton.write_down(words, zeros, scales, order, bits, 1, torch.empty(INPUTS, OUTPUTS, dtype=dtype))
+def _write(matrix: Packed, dtype: torch.dtype) -> None:
+    shape = matrix.shape[::-1] if is_transposed(matrix) else matrix.shape
+    out = torch.empty(shape, dtype=dtype)
+    unpack_triton.write(matrix, out.t() if is_transposed(matrix) else out)
 
 
-def _write_across(dtype: torch.dtype) -> None:
-    words, zeros = (torch.zeros(rows, OUTPUTS // 8, dtype=torch.int32) for rows in (INPUTS, INPUTS // 128))
-    scales = torch.zeros(INPUTS // 128, OUTPUTS, dtype=torch.float16)
-    unpack_triton.write_across(words, zeros, scales, torch.empty(INPUTS, OUTPUTS, dtype=dtype))
+def _products(dtype: torch.dtype) -> Iterator[Kernel]:
+    """With a matrix of each format, plain ones first, alone and by expert: for each number of rows of a program."""
+    plain = torch.zeros(OUTPUTS, INPUTS, dtype=dtype)
+    transposed = ("16 bits, transposed", plain.view(INPUTS, OUTPUTS).t())
+    for name, matrix in (("16 bits", plain), transposed, *matrices()):
+        for most, counts in PROGRAM_ROWS.items():
+            yield Kernel(f"product, {name}, {most}", [partial(_multiply, matrix, dtype, count) for count in counts])
+        yield Kernel(f"product, {name}, by expert", [partial(_multiply_grouped, matrix, dtype, n) for n in ROW_COUNTS])
+    yield Kernel("product, by head", [partial(_multiply_by_head, dtype, count) for count in (1, 2, 8)])
 
 
-def _write_along(
-    kind: torch.dtype,
-    bits: int,
-    block: tuple[int, int],
-    scale: torch.dtype,
-    order: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> None:
-    numbers = torch.zeros(OUTPUTS, INPUTS * bits // 8, dtype=torch.uint8).view(kind)
-    shape = OUTPUTS // block[0], INPUTS // block[1]
-    scales = (
-        torch.zeros(shape, dtype=torch.uint8).view(scale) if scale.itemsize == 1 else torch.zeros(shape, dtype=scale)
-    )
-    zeros = torch.zeros(OUTPUTS * bits // 32, shape[1], dtype=torch.int32) if kind == torch.int32 else None
-    out = torch.empty(OUTPUTS, INPUTS, dtype=dtype)
-    unpack_triton.write_along(numbers, scales, zeros, order, bits, block, out)
+def _multiply(matrix: Matrix, dtype: torch.dtype, num_rows: int) -> None:
+    product_triton.multiply(torch.zeros(num_rows, INPUTS, dtype=dtype), matrix)
 
 
-def _write_blocks(name: str, dtype: torch.dtype) -> None:
-    size = BLOCKS[name]
-    data = torch.zeros(OUTPUTS, INPUTS // size[0] * size[1], dtype=torch.uint8)
-    unpack_triton.write_blocks(data, size, TYPES[name], 0, torch.empty(OUTPUTS, INPUTS, dtype=dtype))
+def _multiply_by_head(dtype: torch.dtype, num_rows: int) -> None:
+    product_triton.linear_by_head(torch.zeros(32, num_rows, 128, dtype=dtype), torch.zeros(32, 512, 128, dtype=dtype))
+
+
+def _multiply_grouped(matrix: Matrix, dtype: torch.dtype, num_rows: int) -> None:
+    """Of so many experts that a program has few rows."""
+    stack = Stack.of([matrix] * ROW_COUNTS[-1])
+    tiles = ExpertTiles(*(torch.zeros(shape, dtype=torch.int32) for shape in ((num_rows, 3), num_rows, num_rows)))
+    product_triton.multiply_grouped(torch.zeros(num_rows, INPUTS, dtype=dtype), stack, tiles)
 
 
 def compiled(kernel: Kernel, capability: int) -> Compiled:
@@ -279,7 +281,10 @@ def compiled(kernel: Kernel, capability: int) -> Compiled:
     assert registers is not None
     assert spilled is not None
     products = re.findall(r"mma(?:_async)?\.sync\.aligned\.(m\d+n\d+k\d+)", made.asm["ptx"])
-    figures = int(registers[1]), int(spilled[1]), made.metadata.shared, tuple(sorted(set(products)))
+    wide_loads = len(
+        re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,|ld\.global\S*\.v4\.b32", made.asm["ptx"])
+    )
+    figures = int(registers[1]), int(spilled[1]), made.metadata.shared, tuple(sorted(set(products))), wide_loads
     return Compiled(kernel.name, capability, *figures)
 
 
@@ -320,11 +325,13 @@ def main() -> None:
     """Print results as they come, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
-    parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name contains any of these")
+    parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name matches any of these patterns")
     arguments = parser.parse_args()
     rows = []
     for kernel in kernels():
-        for capability in arguments.capabilities if any(part in kernel.name for part in arguments.only) else ():
+        for capability in (
+            arguments.capabilities if any(re.search(part, kernel.name) for part in arguments.only) else ()
+        ):
             rows.append(compiled(kernel, capability))
             print(rows[-1], flush=True)
     fit = all(row.fits for row in rows)

@@ -75,11 +75,12 @@ def steps_of_table(
 
 
 def kernels_by_torch() -> Kernels:
-    """Kernels for models of `loadtest.gpu.random_models`, which have no other packed weights than these."""
-    nothing, ours = _unpacks_nothing, load("reference")
-    parts = ours.norm, ours.rotate, ours.gate
-    return Kernels(attend_by_mask, steps_of_table, *parts, nothing, nothing, ours.write_along, nothing)
+    """All kernels."""
+    ours = load("reference")
+    parts = ours.norm, ours.rotate, ours.gate, ours.write
+    products = ours.multiply, ours.linear_by_head, ours.multiply_grouped, _expert_table
+    return Kernels(attend_by_mask, steps_of_table, *parts, *products)
 
 
-def _unpacks_nothing(*_: object) -> None:
-    raise AssertionError("checks have no weights in this format")
+def _expert_table(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return load("reference").expert_tiles(numbers[:, None], num_experts).table

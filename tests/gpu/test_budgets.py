@@ -65,7 +65,7 @@ def test_a_packed_layer_needs_one_more_launch_per_matrix(tmp_path: Path) -> None
     num_plain = sum(plain.launches.values())
     assert num_plain <= num_layers * DENSE_LAUNCHES + LOGITS_LAUNCHES, plain.launches
     packed, _ = counted(packed_as("compressed-tensors", folder, tmp_path / "packed"), Where(), 64, device())
-    assert packed.launches["write_along"] == 7 * num_layers
+    assert packed.launches["write"] == 7 * num_layers
     assert sum(packed.launches.values()) <= num_plain + 7 * num_layers
 
 

@@ -18,6 +18,7 @@ from bough.model.cpu.linear import can_multiply, fixed_product, is_left_to_us, m
 from bough.model.cpu.llvm_vectors import has_feature, multiplies_bytes, multiplies_pairs
 from bough.model.llama.decoder import CompiledLayers, LlamaDecoder
 from bough.model.llama.weights import supports_fused_int8, supports_fused_layers
+from bough.model.packed import Matrix
 
 
 class CpuBackend(Backend):
@@ -27,12 +28,8 @@ class CpuBackend(Backend):
     rooms = ("bough.model.cpu", "bough.model.llama")
     compiles_ahead = True
     linear = staticmethod(fixed_product)
-    multiply = staticmethod(multiply)
     multiplies_single_rows = staticmethod(is_left_to_us)
-    write_down = staticmethod(unpack.write_down)
-    write_across = staticmethod(unpack.write_across)
-    write_along = staticmethod(unpack.write_along)
-    write_blocks = staticmethod(unpack.write_blocks)
+    write = staticmethod(unpack.write)
     compiles = staticmethod(supports_fused_layers)
     compiles_int8 = staticmethod(supports_fused_int8)
     decoder = LlamaDecoder
@@ -43,6 +40,9 @@ class CpuBackend(Backend):
         dots = " and products of bfloat16" if has_feature("avx512bf16") else ""
         ours = "by pairs" if multiplies_pairs() else "one by one"
         return f"CPU with {torch.backends.cpu.get_cpu_capability()}{dots}, ours {ours}"
+
+    def multiply(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return multiply(rows, self.written_out(matrix, rows.dtype), bias)
 
     def fits_single_rows(self, linear: nn.Linear, dtype: torch.dtype) -> bool:
         is_usual = linear.out_features >= GROUP and linear.in_features * dtype.itemsize % LINE_BYTES == 0

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from bough.model.backends.triton import TritonBackend, product_by_library, products_by_library
+from bough.model.backend import in_counts
+from bough.model.backends.triton import TritonBackend
+from bough.model.packed import Matrix
+from bough.sizing.row_counts import RowCounts
+
+FIXED = RowCounts(256, 256)  # rows of the library's products: it chooses a kernel by their number
 
 
 class CublasBackend(TritonBackend):
     """Products of a fixed number of rows by torch, in parts and including padding; all else as `TritonBackend`."""
 
     name = "cublas"
+    groups_experts = False
 
-    def multiply(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return product_by_library(rows, matrix, bias)
+    def multiply(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weights, flat = self.written_out(matrix, rows.dtype), rows.reshape(-1, rows.shape[-1])
+        out = in_counts(lambda part: nn.functional.linear(part, weights, bias), FIXED, flat)
+        return out.view(*rows.shape[:-1], len(weights))
 
     def linear_by_head(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        return products_by_library(rows, matrices)
+        by_inputs = matrices.transpose(1, 2)
+        return in_counts(lambda part: torch.bmm(part, by_inputs), FIXED, rows, axis=1).transpose(0, 1)
 
     def describe(self, device: torch.device) -> str:
         """Name of the GPU, and whose products these are."""

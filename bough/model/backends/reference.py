@@ -17,7 +17,8 @@ from bough.model.backend import Backend
 from bough.model.backends.triton import accumulate_in_float32
 from bough.model.batch.batch import BatchPart, Chunk
 from bough.model.batch.state_steps import StateSteps
-from bough.model.quant.ggml_blocks import BitField, BlockType, Numbers
+from bough.model.packed import Across, Along, Down, ExpertTiles, InBlocks, Matrix, Packed, Stack
+from bough.model.quant.ggml_blocks import BitField, Numbers
 from bough.model.quant.scaled import E2M1
 from bough.model.threads import all_threads
 
@@ -48,6 +49,29 @@ class ReferenceBackend(Backend):
         out = out if bias is None else out + bias
         return out.view(*rows.shape[:-1], len(matrix))
 
+    def multiply(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Each row alone."""
+        weights, flat = self.written_out(matrix, rows.dtype), rows.reshape(-1, 1, rows.shape[-1])
+        out = [self.linear(row.clone(), weights, bias) for row in flat]
+        return torch.stack(out).view(*rows.shape[:-1], len(weights)) if out else rows.new_empty(0, len(weights))
+
+    def expert_tiles(self, chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
+        """With a tile for each expert."""
+        numbers, choices = torch.sort(chosen.flatten(), stable=True)
+        experts = torch.arange(num_experts, device=chosen.device)
+        bounds = [torch.searchsorted(numbers, experts.to(numbers.dtype), right=right) for right in (False, True)]
+        return ExpertTiles(torch.stack((experts, *bounds), 1).int(), choices, (choices // chosen.shape[1]).int())
+
+    def multiply_grouped(
+        self, rows: torch.Tensor, stack: Stack, tiles: ExpertTiles, is_sorted: bool = False
+    ) -> torch.Tensor:
+        out = rows.new_zeros(len(tiles.places), stack.first.shape[0])
+        for expert, begin, end in tiles.table.tolist():
+            own, matrix = rows[begin:end] if is_sorted else rows[tiles.places[begin:end]], stack.matrices[expert]
+            if begin < end and matrix is not None:
+                out[begin:end] = self.multiply(own, matrix, stack.biases[expert])
+        return out
+
     def attend(
         self, chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
     ) -> torch.Tensor:
@@ -72,63 +96,62 @@ class ReferenceBackend(Backend):
     ) -> torch.Tensor:
         return take_steps(qkv, decay, beta, steps.steps.tolist(), states, num_key_heads, begin)
 
-    def write_down(
-        self,
-        words: torch.Tensor,
-        zeros: torch.Tensor,
-        scales: torch.Tensor,
-        groups: torch.Tensor | None,
-        bits: int,
-        zero_offset: int,
-        out: torch.Tensor,
-    ) -> None:
-        integers, own_zeros = _parts(words, bits, 1).flatten(0, 1), _parts(zeros, bits, 2).flatten(1) + zero_offset
-        group = _groups(len(out), len(out) // len(scales), len(scales), groups, out.device)
-        out.copy_((integers - own_zeros[group]).float() * scales.float()[group])
+    def write(self, matrix: Packed, out: torch.Tensor) -> None:
+        if isinstance(matrix, Down):
+            out.copy_(_from_down(matrix).t())
+        elif isinstance(matrix, Across):
+            out.copy_(_from_across(matrix).t())
+        elif isinstance(matrix, Along):
+            out.copy_(_from_along(matrix))
+        else:
+            out.copy_(_from_blocks(matrix))
 
-    def write_across(self, words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        order = [0, 4, 1, 5, 2, 6, 3, 7]  # the nibble of each of a word's numbers
-        integers, own_zeros = (_parts(numbers, 4, 2)[:, :, order].flatten(1) for numbers in (words, zeros))
-        group = _groups(len(out), len(out) // len(scales), len(scales), None, out.device)
-        out.copy_((integers - own_zeros[group]).float() * scales.float()[group])
 
-    def write_along(
-        self,
-        numbers: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        groups: torch.Tensor | None,
-        bits: int,
-        block: tuple[int, int],
-        out: torch.Tensor,
-    ) -> None:
-        (num_outputs, num_inputs), (height, width) = out.shape, block
-        group = _groups(num_inputs, width, scales.shape[1], groups, out.device)
-        scales = scales.float()[torch.arange(num_outputs, device=out.device) // height]
-        values = numbers.float()
-        if numbers.dtype == torch.uint8:
-            codes = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1)
-            values = torch.tensor(E2M1, device=out.device)[codes.long()]
-        if numbers.dtype == torch.int32:
-            values = _parts(numbers, bits, 2).flatten(1).float()
-            values = values - (1 << (bits - 1)) if zeros is None else values
-        if zeros is not None:
-            values = values - _parts(zeros, bits, 1).flatten(0, 1)[:num_outputs].float()[:, group]
-        out.copy_(values * scales[:, group])
+def _from_down(matrix: Down) -> torch.Tensor:
+    words, zeros, scales, groups, bits, zero_offset = matrix
+    integers, own_zeros = _parts(words, bits, 1).flatten(0, 1), _parts(zeros, bits, 2).flatten(1) + zero_offset
+    group = _groups(len(integers), len(integers) // len(scales), len(scales), groups, words.device)
+    return (integers - own_zeros[group]).float() * scales.float()[group]
 
-    def write_blocks(
-        self, data: torch.Tensor, size: tuple[int, int], type_: BlockType, half: int, out: torch.Tensor
-    ) -> None:
-        row = torch.arange(len(data), device=data.device)
-        within = row % (2 * half)
-        blocks = data[row - within + 2 * (within % half) + within // half].view(len(data), -1, size[1])
-        scale, offset = _half(blocks, type_.scale), _half(blocks, type_.offset) if type_.offset >= 0 else None
-        if type_.scales.low.bits:
-            scale = scale * _numbers(blocks, type_.scales, type_.num_groups)
-        if offset is not None and type_.mins.low.bits:
-            offset = offset * -_numbers(blocks, type_.mins, type_.num_groups)
-        values = _numbers(blocks, type_.numbers, size[0]) * _spread(scale, size[0])
-        out.copy_((values if offset is None else values + _spread(offset, size[0])).view(out.shape))
+
+def _from_across(matrix: Across) -> torch.Tensor:
+    words, zeros, scales = matrix
+    order = [0, 4, 1, 5, 2, 6, 3, 7]  # the nibble of each of a word's numbers
+    integers, own_zeros = (_parts(numbers, 4, 2)[:, :, order].flatten(1) for numbers in (words, zeros))
+    group = _groups(len(words), len(words) // len(scales), len(scales), None, words.device)
+    return (integers - own_zeros[group]).float() * scales.float()[group]
+
+
+def _from_along(matrix: Along) -> torch.Tensor:
+    numbers, _, zeros, groups, bits, (height, width), *_ = matrix
+    (num_outputs, num_inputs), device = matrix.shape, numbers.device
+    scales = matrix.joined_scales()
+    group = _groups(num_inputs, width, scales.shape[1], groups, device)
+    scales = scales[torch.arange(num_outputs, device=device) // height]
+    values = numbers.float()
+    if numbers.dtype == torch.uint8:
+        codes = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1)
+        values = torch.tensor(E2M1, device=device)[codes.long()]
+    if numbers.dtype == torch.int32:
+        values = _parts(numbers, bits, 2).flatten(1).float()
+        values = values - (1 << (bits - 1)) if zeros is None else values
+    if zeros is not None:
+        values = values - _parts(zeros, bits, 1).flatten(0, 1)[:num_outputs].float()[:, group]
+    return values * scales[:, group]
+
+
+def _from_blocks(matrix: InBlocks) -> torch.Tensor:
+    data, size, type_, half = matrix
+    row = torch.arange(len(data), device=data.device)
+    within = row % (2 * half)
+    blocks = data[row - within + 2 * (within % half) + within // half].view(len(data), -1, size[1])
+    scale, offset = _half(blocks, type_.scale), _half(blocks, type_.offset) if type_.offset >= 0 else None
+    if type_.scales.low.bits:
+        scale = scale * _numbers(blocks, type_.scales, type_.num_groups)
+    if offset is not None and type_.mins.low.bits:
+        offset = offset * -_numbers(blocks, type_.mins, type_.num_groups)
+    values = _numbers(blocks, type_.numbers, size[0]) * _spread(scale, size[0])
+    return (values if offset is None else values + _spread(offset, size[0])).view(matrix.shape)
 
 
 def _name(device: torch.device) -> str:

@@ -9,43 +9,42 @@ from subprocess import CalledProcessError
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from bough.errors import ConfigError
-from bough.model.backend import Backend, Norm, Rotary, in_counts
+from bough.model.backend import Backend, Norm, Rotary
 from bough.model.batch.batch import Chunk
 from bough.model.batch.state_steps import StateSteps
 from bough.model.faults import is_full, named_faults
+from bough.model.packed import Along, ExpertTiles, Matrix, Packed, Stack
 from bough.model.running.device import driver
-from bough.sizing.row_counts import RowCounts
-
-FIXED = RowCounts(256, 256)  # rows of the library's products: it chooses a kernel by their number
 
 
 class Kernels(NamedTuple):
-    """Functions of `attention_triton`, `delta_rule_triton`, `rows_triton` and `unpack_triton` in `bough.model.gpu`."""
+    """Functions of the modules of `bough.model.gpu`."""
 
     attend: Callable[..., torch.Tensor]
     take_steps: Callable[..., torch.Tensor]
     norm: Callable[..., torch.Tensor]
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gate: Callable[..., torch.Tensor]
-    write_down: Callable[..., None]
-    write_across: Callable[..., None]
-    write_along: Callable[..., None]
-    write_blocks: Callable[..., None]
+    write: Callable[..., None]
+    multiply: Callable[..., torch.Tensor]
+    linear_by_head: Callable[..., torch.Tensor]
+    multiply_grouped: Callable[..., torch.Tensor]
+    expert_table: Callable[..., torch.Tensor]
 
 
 @cache
 def kernels() -> Kernels:
     """The Triton kernels, imported when first used. Raises ConfigError if Triton is not installed."""
     try:
-        from bough.model.gpu import attention_triton, delta_rule_triton, rows_triton, unpack_triton
+        from bough.model.gpu import attention_triton, delta_rule_triton, product_triton, rows_triton, unpack_triton
     except ImportError as exc:
         raise ConfigError(
             f"--device: for a GPU Triton must be installed, which torch's builds for GPUs bring along, got {exc}"
         ) from exc
-    functions = vars(delta_rule_triton) | vars(rows_triton) | vars(unpack_triton)
+    modules = delta_rule_triton, rows_triton, unpack_triton, product_triton
+    functions = {name: value for module in modules for name, value in vars(module).items()}
     return Kernels(attention_triton.attend_by_triton, *(functions[name] for name in Kernels._fields[1:]))
 
 
@@ -55,6 +54,7 @@ class TritonBackend(Backend):
     name = "triton"
     rooms = ("bough.model.gpu",)
     takes_any_rows = True
+    groups_experts = True
     captures_steps = True
 
     def describe(self, device: torch.device) -> str:
@@ -79,11 +79,21 @@ class TritonBackend(Backend):
         compiled = [kernel for each in functions for kept in each.device_caches.values() for kernel in kept[0].values()]
         return {kernel.name for kernel in compiled if kernel.n_spills}
 
-    def multiply(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return product_by_library(rows, matrix, bias)
-
     def linear_by_head(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        return products_by_library(rows, matrices)
+        return kernels().linear_by_head(rows, matrices)
+
+    def multiply(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return kernels().multiply(rows, matrix, bias)
+
+    def expert_tiles(self, chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
+        numbers, choices = torch.sort(chosen.flatten(), stable=True)
+        table = kernels().expert_table(numbers, num_experts)
+        return ExpertTiles(table, choices, (choices // chosen.shape[1]).int())
+
+    def multiply_grouped(
+        self, rows: torch.Tensor, stack: Stack, tiles: ExpertTiles, is_sorted: bool = False
+    ) -> torch.Tensor:
+        return kernels().multiply_grouped(rows, stack, tiles, is_sorted)
 
     def norm(
         self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: Norm, gate: torch.Tensor | None = None
@@ -118,30 +128,8 @@ class TritonBackend(Backend):
     ) -> torch.Tensor:
         return kernels().take_steps(qkv, decay, beta, steps.on(qkv.device).table, states, num_key_heads, begin)
 
-    def write_down(self, *arguments: Any) -> None:
-        kernels().write_down(*arguments)
-
-    def write_across(self, *arguments: Any) -> None:
-        kernels().write_across(*arguments)
-
-    def write_along(self, *arguments: Any) -> None:
-        kernels().write_along(*arguments)
-
-    def write_blocks(self, *arguments: Any) -> None:
-        kernels().write_blocks(*arguments)
-
-
-def product_by_library(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`Backend.multiply` by torch."""
-    flat = rows.reshape(-1, rows.shape[-1])
-    out = in_counts(lambda part: nn.functional.linear(part, matrix, bias), FIXED, flat)
-    return out.view(*rows.shape[:-1], len(matrix))
-
-
-def products_by_library(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """`Backend.linear_by_head` by torch."""
-    by_inputs = matrices.transpose(1, 2)
-    return in_counts(lambda part: torch.bmm(part, by_inputs), FIXED, rows, axis=1).transpose(0, 1)
+    def write(self, matrix: Packed, out: torch.Tensor) -> None:
+        kernels().write(matrix, out)
 
 
 def accumulate_in_float32() -> None:
@@ -190,10 +178,9 @@ def _try_one(device: torch.device) -> None:
     """Unpack one group of 4-bit weights."""
     with torch.cuda.device(device):
         words = torch.full((1, 16), 0xA9, dtype=torch.uint8, device=device).view(torch.int32)  # 9 and 10, of 0 to 15
+        scales = torch.ones((1, 1), dtype=torch.float16, device=device)
         out = torch.empty((1, 32), dtype=torch.float16, device=device)
-        kernels().write_along(
-            words, torch.ones((1, 1), dtype=torch.float16, device=device), None, None, 4, (1, 32), out
-        )
+        kernels().write(Along(words, scales, None, None, 4, (1, 32)), out)
         found = sorted({float(number) for number in out.cpu().flatten()})
     if found != [1.0, 2.0]:
         raise RuntimeError(f"9 and 10 less 8, times 1, came to {found}")

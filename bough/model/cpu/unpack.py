@@ -1,4 +1,4 @@
-"""Unpacks quantized matrices on a CPU: implements `Backend.write_down` and its siblings, with the same operands."""
+"""Unpacks quantized matrices on a CPU."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ import torch
 
 from bough.model.cpu.float_bits import from_half, put_number
 from bough.model.cpu.jit import strict_inline, strict_parallel
+from bough.model.packed import Across, Along, Down, InBlocks, Packed
 from bough.model.quant.ggml_blocks import BlockType, Numbers
 from bough.model.quant.scaled import E2M1
 
 
-def write_down(
-    words: torch.Tensor,
-    zeros: torch.Tensor,
-    scales: torch.Tensor,
-    groups: torch.Tensor | None,
-    bits: int,
-    zero_offset: int,
-    out: torch.Tensor,
-) -> None:
-    """`Backend.write_down`; group indices must be in range."""
+def write(matrix: Packed, out: torch.Tensor) -> None:
+    """`Backend.write`."""
+    if isinstance(matrix, Down):
+        write_down(matrix, out.t())
+    elif isinstance(matrix, Across):
+        write_across(matrix, out.t())
+    elif isinstance(matrix, Along):
+        write_along(matrix, out)
+    else:
+        write_blocks(matrix, out)
+
+
+def write_down(matrix: Down, out: torch.Tensor) -> None:
+    """Unpack to `out` (inputs, outputs); group indices must be in range."""
+    words, zeros, scales, groups, bits, zero_offset = matrix
     shifts, mask = torch.arange(0, 32, bits, dtype=torch.int32), (1 << bits) - 1
     offsets = (zeros[:, :, None] >> shifts & mask).flatten(1).float() + zero_offset
     if groups is None:
@@ -45,8 +51,9 @@ def _unpack_words_down(words: Any, zeros: Any, scales: Any, groups: Any, bits: A
             put_number(out, (k, n), (integer - zeros[group, n]) * scales[group, n])
 
 
-def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """`Backend.write_across`."""
+def write_across(matrix: Across, out: torch.Tensor) -> None:
+    """Unpack to `out` (inputs, outputs)."""
+    words, zeros, scales = matrix
     write_out(out, _unpack_words_across, words, _integers(zeros), scales.float(), len(out) // len(scales))
 
 
@@ -70,17 +77,10 @@ def _unpack_words_across(words: Any, zeros: Any, scales: Any, group_size: Any, o
                 put_number(out, (k, n), (integer - zeros[group, n]) * scales[group, n])
 
 
-def write_along(
-    numbers: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    groups: torch.Tensor | None,
-    bits: int,
-    block: tuple[int, int],
-    out: torch.Tensor,
-) -> None:
-    """`Backend.write_along`."""
-    scales = scales.float()
+def write_along(matrix: Along, out: torch.Tensor) -> None:
+    """Unpack to `out` (outputs, inputs)."""
+    numbers, _, zeros, groups, bits, block, *_ = matrix
+    scales = matrix.joined_scales()
     (num_outputs, num_inputs), (height, width) = out.shape, block
     rows_of = torch.arange(num_outputs) // height
     middle = 1 << (bits - 1) if numbers.dtype == torch.int32 else 0
@@ -125,8 +125,9 @@ def _unpacked(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return bytes_ if bits == 8 else torch.stack((bytes_ & 15, bytes_ >> 4), dim=2).flatten(1)
 
 
-def write_blocks(data: torch.Tensor, size: tuple[int, int], type_: BlockType, half: int, out: torch.Tensor) -> None:
-    """`Backend.write_blocks`."""
+def write_blocks(matrix: InBlocks, out: torch.Tensor) -> None:
+    """Unpack to `out` (outputs, inputs)."""
+    data, size, type_, half = matrix
     tables = _BlockLayout.of(type_, size)
     arrays = [array for table in tables[:3] for array in table]
     write_out(out, _unpack_blocks, data, *arrays, tables.layout, half)

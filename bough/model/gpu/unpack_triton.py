@@ -1,25 +1,79 @@
-"""Dequantization of weights of few bits on a GPU: one Triton kernel for each layout.
+"""Tiles of matrices in memory, packed ones included, on a GPU; and a kernel that writes a matrix out.
 
-Results have the bits of the torch code in `bough.model.quant`: an integer of at most 8 bits times a scale of 11 bits is
-exact in float32, so the only rounding is that to the output type; with a wider scale the product is first rounded to
-float32. A tile reads its packed bytes and its scales once. If inputs are not in the order of their groups, every input
-reads the scales of its group, which stay in the GPU's cache.
+Every layout has a device function, which loads a tile (inputs, outputs) and unpacks it in registers. Weights have the
+bits of the reference backend: an integer of at most 8 bits times a scale of 11 bits is exact in float32, so the only
+rounding is that to the 16-bit type; with a wider scale the product is first rounded to float32. A tile reads its packed
+bytes and its scales once. If inputs are not in the order of their groups, every input reads the scales of its group,
+which stay in the GPU's cache.
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from bough.model.packed import Across, Along, InBlocks, Matrix, tensors_of
+
 NUM_WARPS = 4
-TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs (at most) and outputs of a tile in GPTQ's and AWQ's formats; else reversed
-LEAST_COLUMNS = 32  # inputs of a tile within one group, below which each input's own scale is read
-KINDS = {torch.int32: "UNSIGNED", torch.int8: "SIGNED", torch.float8_e4m3fn: "E4M3", torch.uint8: "E2M1"}
-TILE_NUMBERS = 4096  # of a tile
+BLOCK_K, BLOCK_N = 64, 64  # inputs and outputs of a tile, always: a row's bits in a product depend on the inputs' order
+KINDS = {torch.int8: "SIGNED", torch.float8_e4m3fn: "E4M3", torch.uint8: "E2M1"}
+
+
+class Tensors(NamedTuple):
+    """A matrix's tensors, as far as its layout has them."""
+
+    numbers: torch.Tensor | None
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+    order: torch.Tensor | None = None  # group of each input
+    whole: torch.Tensor | None = None
+
+
+class Sizes(NamedTuple):
+    """What a layout's device function must know of a matrix, apart from constants."""
+
+    outputs: int
+    inputs: int
+    strides: tuple[int, int] = (0, 0)  # of a plain matrix, by outputs and inputs
+    words: int = 0  # elements of `numbers` in a row
+    num_groups: int = 1
+    group_size: int = 1
+    height: int = 1  # outputs that share a scale
+    zero_offset: int = 0
+    half: int = 1  # as of `ggml_blocks.Blocks`
+
+
+class Layout(NamedTuple):
+    """Constants of a layout."""
+
+    name: str  # PLAIN, DOWN, ACROSS, ALONG or BLOCKS
+    kind: str = "UNSIGNED"  # or SIGNED, E4M3, E2M1
+    bits: int = 4
+    per_word: int = 1  # numbers of an element of `numbers`
+    groups: int = 1  # of a tile
+    scale_kind: str = ""  # E4M3 or E8M0; "": floating-point numbers
+    is_divided: bool = False
+    factors: str = "EARLY"  # when a product loads them: ONCE, EARLY (a tile before) or with the tile
+    blocks: Any = None  # a `BlockLayout`
+
+
+class BlockLayout(NamedTuple):
+    """Constants of a type of `ggml_blocks`; its kinds of numbers flat, with their codes as 128 more in four words."""
+
+    numbers: tuple[int, ...]
+    scales: tuple[int, ...]
+    mins: tuple[int, ...]
+    scale: int  # byte of the scale
+    offset: int  # byte of the offset, or -1
+    size: int  # numbers of a block
+    num_bytes: int
+    group: int  # numbers of a group
+    half: int  # numbers of 4 bits lie in bytes: so many low ones, then as many high ones; 0: in another way
 
 
 @triton.jit
@@ -53,220 +107,106 @@ def from_e8m0(bits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _spread(words: tl.tensor, PER_WORD: tl.constexpr) -> tl.tensor:
-    """Repeat every column PER_WORD times, side by side."""
-    words = tl.interleave(words, words)
-    words = tl.interleave(words, words)
-    if PER_WORD == 8:
-        words = tl.interleave(words, words)
+def _unpacked(words: tl.tensor, BITS: tl.constexpr, PER_WORD: tl.constexpr) -> tl.tensor:
+    """The numbers (n * PER_WORD, columns) of words (n, columns), whose lowest bits are the first number."""
+    if PER_WORD > 1:  # no return here: code after a static condition is compiled too
+        shifts = BITS * tl.arange(0, PER_WORD)
+        numbers = (words[:, None, :] >> shifts[None, :, None]) & ((1 << BITS) - 1)
+        words = tl.reshape(numbers, (words.shape[0] * PER_WORD, words.shape[1]))
     return words
 
 
 @triton.jit
-def unpack_down(
-    words: tl.tensor,  # (num_inputs / PER_WORD, num_outputs) int32
-    zeros: tl.tensor,  # (num_groups, num_outputs / PER_WORD) int32
-    scales: tl.tensor,  # (num_groups, num_outputs) float16
-    group_of: tl.tensor,  # (num_inputs,) int32; used with HAS_ORDER
-    out: tl.tensor,  # (num_inputs, num_outputs)
-    num_inputs: tl.tensor,
-    num_outputs: tl.tensor,
-    group_size: tl.tensor,  # used without HAS_ORDER
-    zero_offset: tl.tensor,
-    num_groups: tl.tensor,
-    BITS: tl.constexpr,
-    IS_ORDERED: tl.constexpr,  # all inputs of a tile are in the same group
-    HAS_ORDER: tl.constexpr,  # groups are not consecutive inputs
-    ROWS: tl.constexpr,  # rows of words
-    COLUMNS: tl.constexpr,
-    IS_BF16: tl.constexpr,
-) -> None:
+def _unpacked_across(words: tl.tensor, BITS: tl.constexpr, IS_MIXED: tl.constexpr) -> tl.tensor:
+    """The numbers (rows, n * 32 / BITS) of words (rows, n); IS_MIXED is AWQ's order in a word."""
     PER_WORD: tl.constexpr = 32 // BITS
-    MASK: tl.constexpr = (1 << BITS) - 1
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    word_columns = tl.program_id(1) * (COLUMNS // PER_WORD) + tl.arange(0, COLUMNS // PER_WORD)
-    is_column, is_row = columns < num_outputs, rows < num_inputs // PER_WORD
-    is_in, is_zero = is_row[:, None] & is_column[None, :], word_columns < num_outputs // PER_WORD
-    tile = tl.load(words + rows[:, None].to(tl.int64) * num_outputs + columns[None, :], mask=is_in, other=0)
-    shifts = BITS * (columns % PER_WORD)
-    if IS_ORDERED:
-        group = tl.program_id(0).to(tl.int64) * (ROWS * PER_WORD) // group_size
-        scale = tl.load(scales + group * num_outputs + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        zero = tl.load(zeros + group * (num_outputs // PER_WORD) + word_columns, mask=is_zero, other=0)
-        zero = (((_spread(zero, PER_WORD) >> shifts) & MASK) + zero_offset).to(tl.float32)[None, :]
-    for i in tl.static_range(PER_WORD):
-        inputs = (rows * PER_WORD + i).to(tl.int64)
-        if not IS_ORDERED:
-            groups = tl.load(group_of + inputs, mask=is_row, other=0) if HAS_ORDER else inputs // group_size
-            groups = tl.minimum(tl.maximum(groups, 0), num_groups - 1)  # an invalid group must not read out of bounds
-            groups = groups.to(tl.int64)
-            scale = tl.load(scales + groups[:, None] * num_outputs + columns[None, :], mask=is_in, other=0.0)
-            scale = scale.to(tl.float32)
-            places = groups[:, None] * (num_outputs // PER_WORD) + word_columns[None, :]
-            zero = tl.load(zeros + places, mask=is_row[:, None] & is_zero[None, :], other=0)
-            zero = (((_spread(zero, PER_WORD) >> shifts[None, :]) & MASK) + zero_offset).to(tl.float32)
-        value = (((tile >> (BITS * i)) & MASK).to(tl.float32) - zero) * scale
-        cells = inputs[:, None] * num_outputs + columns[None, :]
-        tl.store(out + cells, rounded(value, IS_BF16, out), mask=is_in)
+    place = tl.arange(0, PER_WORD)
+    shifts = BITS * (place // 2 + 4 * (place % 2) if IS_MIXED else place)
+    numbers = (words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
+    return tl.reshape(numbers, (words.shape[0], words.shape[1] * PER_WORD))
 
 
 @triton.jit
-def unpack_across(
-    words: tl.tensor,  # (num_inputs, num_outputs / 8) int32
-    zeros: tl.tensor,  # (num_groups, num_outputs / 8) int32
-    scales: tl.tensor,  # (num_groups, num_outputs) float16
-    out: tl.tensor,  # (num_inputs, num_outputs)
-    num_inputs: tl.tensor,
-    num_outputs: tl.tensor,
-    group_size: tl.tensor,  # a multiple of ROWS
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    IS_BF16: tl.constexpr,
-) -> None:
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    word_columns = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
-    is_column, is_word = columns < num_outputs, word_columns < num_outputs // 8
-    is_row = rows < num_inputs
-    group = tl.program_id(0).to(tl.int64) * ROWS // group_size
-    shifts = 4 * ((columns % 8) // 2 + 4 * (columns % 2))  # AWQ's order in a word: 0, 2, 4, 6, 1, 3, 5, 7
-    scale = tl.load(scales + group * num_outputs + columns, mask=is_column, other=0.0).to(tl.float32)
-    zero = tl.load(zeros + group * (num_outputs // 8) + word_columns, mask=is_word, other=0)
-    zero = ((_spread(zero, 8) >> shifts) & 15).to(tl.float32)
-    places = rows[:, None] * (num_outputs // 8) + word_columns[None, :]
-    tile = tl.load(words + places, mask=is_row[:, None] & is_word[None, :], other=0)
-    integers = ((_spread(tile, 8) >> shifts[None, :]) & 15).to(tl.float32)
-    value = (integers - zero[None, :]) * scale[None, :]
-    cells = rows[:, None] * num_outputs + columns[None, :]
-    tl.store(out + cells, rounded(value, IS_BF16, out), mask=is_row[:, None] & is_column[None, :])
+def _spread(of_groups: tl.tensor, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """Each group's number (groups, outputs) for all of a tile's inputs; or for all of them those (outputs,) of one."""
+    if len(of_groups.shape) == 1:
+        of_groups = of_groups[None, :]
+    elif of_groups.shape[0] > 1 and of_groups.shape[0] < BLOCK_K:
+        GROUPS: tl.constexpr = of_groups.shape[0]
+        wide = tl.broadcast_to(of_groups[:, None, :], (GROUPS, BLOCK_K // GROUPS, of_groups.shape[1]))
+        of_groups = tl.reshape(wide, (BLOCK_K, of_groups.shape[1]))
+    return of_groups
 
 
 @triton.jit
-def unpack_along(
-    numbers: tl.tensor,  # (num_outputs, num_inputs * BITS / 8) uint8
-    zeros: tl.tensor,  # (num_outputs / (32 / BITS), rounded up, num_groups) int32; unused without HAS_ZEROS
-    scales: tl.tensor,  # (num_outputs / height, rounded up, num_groups); uint8 are powers of two
-    group_of: tl.tensor,  # (num_inputs,) int32; used with HAS_ORDER
-    out: tl.tensor,  # (num_outputs, num_inputs)
-    num_outputs: tl.tensor,
-    num_inputs: tl.tensor,
-    num_groups: tl.tensor,
-    height: tl.tensor,  # outputs that share a scale
-    group_size: tl.tensor,  # used without HAS_ORDER
-    BITS: tl.constexpr,
-    KIND: tl.constexpr,  # UNSIGNED, SIGNED, E4M3 or E2M1
-    HAS_ZEROS: tl.constexpr,
-    IS_ORDERED: tl.constexpr,  # all inputs of a tile are in the same group
-    HAS_ORDER: tl.constexpr,  # groups are not consecutive inputs
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    IS_BF16: tl.constexpr,
-) -> None:
-    PER_BYTE: tl.constexpr = 8 // BITS
-    PER_WORD: tl.constexpr = 32 // BITS
-    MASK: tl.constexpr = (1 << BITS) - 1
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    bytes_ = (tl.program_id(1) * (COLUMNS // PER_BYTE) + tl.arange(0, COLUMNS // PER_BYTE))[None, :]
-    is_row, is_column, num_bytes = rows < num_outputs, columns < num_inputs, num_inputs // PER_BYTE
-    value = tl.load(numbers + rows * num_bytes + bytes_, mask=is_row & (bytes_ < num_bytes), other=0).to(tl.int32)
-    if BITS == 4:
-        value = tl.interleave(value & MASK, value >> 4)
-    if IS_ORDERED:
-        group, is_in = tl.program_id(1) * COLUMNS // group_size, is_row
+def _scales(
+    scales: tl.tensor,
+    whole: tl.tensor,
+    group: tl.tensor,
+    n: tl.tensor,
+    sizes: tl.tuple,
+    LAYOUT: tl.constexpr,
+) -> tl.tensor:
+    """Scales (groups, outputs) float32; (outputs,) of one group."""
+    n = n if LAYOUT.groups == 1 else n[None, :]
+    if LAYOUT.name == "ALONG":
+        places = (n // sizes.height).to(tl.int64) * sizes.num_groups + group
     else:
-        is_in = is_row & is_column
-        group = tl.load(group_of + columns, mask=is_column, other=0) if HAS_ORDER else columns // group_size
-        group = tl.minimum(tl.maximum(group, 0), num_groups - 1)  # an invalid group must not read out of bounds
-    scale = tl.load(scales + rows // height * num_groups + group, mask=is_in, other=0)
-    scale = from_e8m0(scale) if scales.dtype.element_ty == tl.uint8 else scale.to(tl.float32)
-    if KIND == "E4M3":
-        value = from_e4m3(value)
-    elif KIND == "E2M1":
-        value = from_e2m1(value)
-    elif KIND == "SIGNED":
-        value = value.to(tl.int8).to(tl.float32)
-    elif HAS_ZEROS:
-        word = tl.load(zeros + rows // PER_WORD * num_groups + group, mask=is_in, other=0)
-        value = (value - ((word >> (BITS * (rows % PER_WORD)).to(tl.int32)) & MASK)).to(tl.float32)
+        places = group.to(tl.int64) * sizes.outputs + n
+    scale = tl.load(scales + places, mask=n < sizes.outputs, other=0)
+    if LAYOUT.scale_kind == "E8M0":
+        scale = from_e8m0(scale)
+    elif LAYOUT.scale_kind == "E4M3":
+        scale = from_e4m3(scale.to(tl.int32))
     else:
-        value = (value - (1 << (BITS - 1))).to(tl.float32)
-    cells = rows * num_inputs + columns
-    tl.store(out + cells, rounded(value * scale, IS_BF16, out), mask=is_row & is_column)
+        scale = scale.to(tl.float32)
+    if whole is not None:
+        scale = tl.div_rn(scale, tl.load(whole)) if LAYOUT.is_divided else scale * tl.load(whole)
+    return scale
 
 
-def write_down(
-    words: torch.Tensor,
-    zeros: torch.Tensor,
-    scales: torch.Tensor,
-    groups: torch.Tensor | None,
-    bits: int,
-    zero_offset: int,
-    out: torch.Tensor,
-) -> None:
-    """`Backend.write_down`."""
-    num_inputs, num_outputs = out.shape
-    group_size, per_word = num_inputs // len(scales), 32 // bits
-    has_order = groups is not None
-    rows = (TILE_ROWS if has_order else _tile_rows(group_size)) // per_word
-    is_ordered = not has_order and rows > 0  # a tile must hold whole words
-    rows = max(rows, 1)
-    grid = (triton.cdiv(num_inputs // per_word, rows), triton.cdiv(num_outputs, TILE_COLUMNS))
-    numbers = num_inputs, num_outputs, group_size, zero_offset, len(scales)
-    constants = {"BITS": bits, "IS_ORDERED": is_ordered, "HAS_ORDER": has_order, "ROWS": rows, "COLUMNS": TILE_COLUMNS}
-    order = words if groups is None else groups
-    unpack_down[grid](words, zeros, scales, order, bits_of(out), *numbers, **constants, **options(out))
+@triton.jit
+def _zeros(
+    zeros: tl.tensor, group: tl.tensor, n_begin: tl.tensor, sizes: tl.tuple, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tl.tensor:
+    """Zero points (groups, outputs) int32."""
+    PER_WORD: tl.constexpr = 32 // LAYOUT.bits
+    word, num_words = n_begin // PER_WORD + tl.arange(0, BLOCK_N // PER_WORD), tl.cdiv(sizes.outputs, PER_WORD)
+    if LAYOUT.name == "ALONG":
+        places = word[None, :].to(tl.int64) * sizes.num_groups + group
+    else:
+        places = group.to(tl.int64) * num_words + word[None, :]
+    words = tl.load(zeros + places, mask=(word < num_words)[None, :], other=0)
+    return _unpacked_across(words, LAYOUT.bits, LAYOUT.name == "ACROSS") + sizes.zero_offset
 
 
-def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """`Backend.write_across`."""
-    num_inputs, num_outputs = out.shape
-    group_size = num_inputs // len(scales)
-    rows = _tile_rows(group_size)
-    grid = (triton.cdiv(num_inputs, rows), triton.cdiv(num_outputs, TILE_COLUMNS))
-    constants = {"ROWS": rows, "COLUMNS": TILE_COLUMNS}
-    numbers = num_inputs, num_outputs, group_size
-    unpack_across[grid](words, zeros, scales, bits_of(out), *numbers, **constants, **options(out))
-
-
-def write_along(
-    numbers: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    groups: torch.Tensor | None,
-    bits: int,
-    block: tuple[int, int],
-    out: torch.Tensor,
-) -> None:
-    """`Backend.write_along`."""
-    (num_outputs, num_inputs), (height, group_size) = out.shape, block
-    kind = KINDS[numbers.dtype]
-    scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
-    columns = TILE_COLUMNS if scales.shape[1] == 1 else min(TILE_COLUMNS, group_size & -group_size)
-    is_ordered = groups is None and columns >= LEAST_COLUMNS
-    packed, columns = numbers.view(torch.uint8), columns if is_ordered else TILE_COLUMNS
-    rows = TILE_ROWS if groups is None else TILE_ROWS // 2  # a scale for each cell takes registers
-    grid = (triton.cdiv(num_outputs, rows), triton.cdiv(num_inputs, columns))
-    constants = {"BITS": bits, "KIND": kind, "HAS_ZEROS": zeros is not None, "IS_ORDERED": is_ordered}
-    constants |= {"HAS_ORDER": groups is not None, "ROWS": rows, "COLUMNS": columns}
-    numbers_ = num_outputs, num_inputs, scales.shape[1], height, group_size
-    others = packed if zeros is None else zeros, scales, packed if groups is None else groups
-    unpack_along[grid](packed, *others, bits_of(out), *numbers_, **constants, **options(out))
-
-
-def _tile_rows(group_size: int) -> int:
-    """Number of inputs of a tile: a power of two that divides a group."""
-    return min(TILE_ROWS, group_size & -group_size)
-
-
-def bits_of(out: torch.Tensor) -> torch.Tensor:
-    return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
-
-
-def options(out: torch.Tensor) -> dict[str, object]:
-    """Compiler options: products and sums are not fused, as in the reference; the default differs between versions."""
-    return {"IS_BF16": out.dtype == torch.bfloat16, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+@triton.jit
+def _numbers(
+    numbers: tl.tensor,
+    n_begin: tl.tensor,
+    k_begin: tl.tensor,
+    sizes: tl.tuple,
+    LAYOUT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Numbers (inputs, outputs) int32 of a tile."""
+    PER_WORD: tl.constexpr = LAYOUT.per_word
+    n = n_begin + tl.arange(0, BLOCK_N)
+    if LAYOUT.name == "ACROSS":
+        k, word = k_begin + tl.arange(0, BLOCK_K), n_begin // PER_WORD + tl.arange(0, BLOCK_N // PER_WORD)
+        is_in = (k < sizes.inputs)[:, None] & (word < sizes.words)[None, :]
+        places = k[:, None].to(tl.int64) * sizes.words + word[None, :]
+        found = _unpacked_across(tl.load(numbers + places, mask=is_in, other=0), LAYOUT.bits, True)
+    else:
+        word = k_begin // PER_WORD + tl.arange(0, BLOCK_K // PER_WORD)
+        if LAYOUT.name == "ALONG":
+            places, is_word = n[None, :].to(tl.int64) * sizes.words + word[:, None], word < sizes.words
+        else:
+            places, is_word = word[:, None].to(tl.int64) * sizes.words + n[None, :], word < sizes.inputs // PER_WORD
+        is_in = is_word[:, None] & (n < sizes.outputs)[None, :]
+        found = _unpacked(tl.load(numbers + places, mask=is_in, other=0).to(tl.int32), LAYOUT.bits, PER_WORD)
+    return found
 
 
 @triton.jit
@@ -278,15 +218,23 @@ def _part(block: tl.tensor, j: tl.tensor, is_in: tl.tensor, NUMBERS: tl.constexp
 
 
 @triton.jit
+def _value_of(number: tl.tensor, NUMBERS: tl.constexpr) -> tl.tensor:
+    """The float32 of a number's bits."""
+    if NUMBERS[18]:
+        low, high = tl.where(number < 4, NUMBERS[18], NUMBERS[19]), tl.where(number < 12, NUMBERS[20], NUMBERS[21])
+        number = ((tl.where(number < 8, low, high) >> (number % 4 * 8)) & 255) - 128
+    else:
+        number = (number ^ NUMBERS[16]) - NUMBERS[17]
+    return number.to(tl.float32)
+
+
+@triton.jit
 def _number(block: tl.tensor, j: tl.tensor, is_in: tl.tensor, NUMBERS: tl.constexpr) -> tl.tensor:
-    """Numbers j of blocks; NUMBERS is a `Numbers` of `ggml_blocks`, flat, with its codes as 128 more in four words."""
+    """Numbers j of blocks."""
     number = _part(block, j, is_in, NUMBERS, 0)
     if NUMBERS[8]:
         number = number | (_part(block, j, is_in, NUMBERS, 8) << NUMBERS[0])
-    if NUMBERS[18]:
-        low, high = tl.where(number < 4, NUMBERS[18], NUMBERS[19]), tl.where(number < 12, NUMBERS[20], NUMBERS[21])
-        return (((tl.where(number < 8, low, high) >> (number % 4 * 8)) & 255) - 128).to(tl.float32)
-    return ((number ^ NUMBERS[16]) - NUMBERS[17]).to(tl.float32)
+    return _value_of(number, NUMBERS)
 
 
 @triton.jit
@@ -298,62 +246,227 @@ def _half(block: tl.tensor, is_in: tl.tensor, AT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def unpack_blocks(
-    data: tl.tensor,  # (rows, row_blocks * NUM_BYTES) uint8
-    out: tl.tensor,  # (rows, row_blocks * GROUPS * SIZE)
-    num_blocks: tl.tensor,
-    row_blocks: tl.tensor,
-    half: tl.tensor,  # as of `ggml_blocks.Blocks`
-    NUM_BYTES: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    SCALE: tl.constexpr,  # byte of the scale
-    OFFSET: tl.constexpr,  # byte of the offset, or -1
-    SCALES: tl.constexpr,
-    MINS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,  # numbers of a group
-    TILE: tl.constexpr,
+def _nibbles(
+    rows: tl.tensor, is_n: tl.tensor, k_begin: tl.tensor, inputs: tl.tensor, B: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tl.tensor:
+    """Numbers (inputs, outputs) of 4 bits, two in each byte, each byte loaded once."""
+    CHUNKS: tl.constexpr = BLOCK_K // (2 * B.half)
+    i = tl.arange(0, BLOCK_K // 2)
+    first = k_begin + i // B.half * (2 * B.half)
+    places = first // B.size * B.num_bytes + B.numbers[1] + first % B.size // (2 * B.half) * B.numbers[3] + i % B.half
+    bytes_ = tl.load(rows[None, :] + places[:, None], mask=(first < inputs)[:, None] & is_n, other=0).to(tl.int32)
+    bytes_ = tl.reshape(bytes_, (CHUNKS, 1, B.half, rows.shape[0]))
+    numbers = (bytes_ >> (4 * tl.arange(0, 2))[None, :, None, None]) & 15
+    return _value_of(tl.reshape(numbers, (BLOCK_K, rows.shape[0])), B.numbers)
+
+
+@triton.jit
+def _block_rows(data: tl.tensor, n: tl.tensor, sizes: tl.tuple) -> tl.tensor:
+    """Where the blocks of outputs begin."""
+    within = n % (2 * sizes.half)
+    file_row = n - within + 2 * (within % sizes.half) + within // sizes.half
+    return data + file_row.to(tl.int64) * sizes.words
+
+
+@triton.jit
+def _block_factors(
+    data: tl.tensor, n: tl.tensor, k_begin: tl.tensor, sizes: tl.tuple, B: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Scales and offsets (groups, outputs) float32."""
+    first = (k_begin + tl.arange(0, BLOCK_K // B.group) * B.group)[:, None]
+    block, group = _block_rows(data, n, sizes)[None, :] + first // B.size * B.num_bytes, first % B.size // B.group
+    is_in = (first < sizes.inputs) & (n < sizes.outputs)[None, :]
+    scale = _half(block, is_in, B.scale)
+    offset = scale
+    if B.offset >= 0:
+        offset = _half(block, is_in, B.offset)
+        if B.mins[0]:
+            offset = -offset * _number(block, group, is_in, B.mins)
+    if B.scales[0]:
+        scale = scale * _number(block, group, is_in, B.scales)
+    return scale, offset
+
+
+@triton.jit
+def factors(
+    tensors: tl.tuple,
+    sizes: tl.tuple,
+    n_begin: tl.tensor,
+    k_begin: tl.tensor,
+    LAYOUT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """What `tile` multiplies the numbers of groups with, and adds to them; loaded apart, so that it can be early."""
+    numbers, scales, _, order, whole = tensors
+    n = n_begin + tl.arange(0, BLOCK_N)
+    if LAYOUT.name == "PLAIN":
+        scale, offset = k_begin, k_begin
+    elif LAYOUT.name == "BLOCKS":
+        scale, offset = _block_factors(numbers, n, k_begin, sizes, LAYOUT.blocks, BLOCK_K)
+    else:
+        group = _group(order, k_begin, sizes, LAYOUT, BLOCK_K)
+        scale = _scales(scales, whole, group, n, sizes, LAYOUT)
+        offset = scale
+    return scale, offset
+
+
+@triton.jit
+def _group(
+    order: tl.tensor, k_begin: tl.tensor, sizes: tl.tuple, LAYOUT: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tl.tensor:
+    """The groups (groups, 1) of a tile, or its only one."""
+    if LAYOUT.groups == 1:
+        group = k_begin // sizes.group_size
+    else:
+        k = (k_begin + tl.arange(0, LAYOUT.groups) * (BLOCK_K // LAYOUT.groups))[:, None]
+        group = k // sizes.group_size if order is None else tl.load(order + k, mask=k < sizes.inputs, other=0)
+    return tl.minimum(tl.maximum(group, 0), sizes.num_groups - 1)  # an invalid one must not read out of bounds
+
+
+@triton.jit
+def tile(
+    tensors: tl.tuple,
+    sizes: tl.tuple,
+    factors_: tl.tuple,
+    n_begin: tl.tensor,
+    k_begin: tl.tensor,
+    LAYOUT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Weights (BLOCK_K, BLOCK_N) from an input and an output on: float32, or a plain matrix's own type."""
+    numbers, _, zeros, order, _ = tensors
+    scale, offset = factors_
+    n = n_begin + tl.arange(0, BLOCK_N)
+    k = k_begin + tl.arange(0, BLOCK_K)
+    is_in = (k < sizes.inputs)[:, None] & (n < sizes.outputs)[None, :]
+    if LAYOUT.name == "PLAIN":
+        places = n[None, :].to(tl.int64) * sizes.strides[0] + k[:, None].to(tl.int64) * sizes.strides[1]
+        value = tl.load(numbers + places, mask=is_in, other=0.0)
+    elif LAYOUT.name == "BLOCKS":
+        B: tl.constexpr = LAYOUT.blocks
+        rows = _block_rows(numbers, n, sizes)
+        if B.half:
+            value = _nibbles(rows, (n < sizes.outputs)[None, :], k_begin, sizes.inputs, B, BLOCK_K)
+        else:
+            block = rows[None, :] + (k // B.size * B.num_bytes)[:, None]
+            value = _number(block, (k % B.size)[:, None], is_in, B.numbers)
+        value = _spread(scale, BLOCK_K) * value
+        if B.offset >= 0:
+            value = value + _spread(offset, BLOCK_K)
+    else:
+        number = _numbers(numbers, n_begin, k_begin, sizes, LAYOUT, BLOCK_K, BLOCK_N)
+        if LAYOUT.kind == "E4M3":
+            value = from_e4m3(number)
+        elif LAYOUT.kind == "E2M1":
+            value = from_e2m1(number)
+        elif LAYOUT.kind == "SIGNED":
+            value = number.to(tl.int8).to(tl.float32)
+        elif zeros is None:
+            value = (number - sizes.zero_offset).to(tl.float32)
+        else:
+            zero = _zeros(zeros, _group(order, k_begin, sizes, LAYOUT, BLOCK_K), n_begin, sizes, LAYOUT, BLOCK_N)
+            value = (number - _spread(zero, BLOCK_K)).to(tl.float32)
+        value = value * _spread(scale, BLOCK_K)
+    return value
+
+
+@triton.jit
+def _write_out(
+    tensors: tl.tuple,
+    sizes: tl.tuple,
+    out: tl.tensor,
+    strides: tl.tuple,  # of `out`, by outputs and inputs
+    LAYOUT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     IS_BF16: tl.constexpr,
 ) -> None:
-    blocks = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    is_in, row = (blocks < num_blocks)[:, None, None], blocks // row_blocks
-    within = row % (2 * half)
-    file_row = row - within + 2 * (within % half) + within // half
-    block = data + ((file_row * row_blocks + blocks % row_blocks) * NUM_BYTES)[:, None, None]
-    group = tl.arange(0, GROUPS)[None, :, None]
-    j = group * SIZE + tl.arange(0, SIZE)[None, None, :]
-    scale = _half(block, is_in, SCALE)
-    if SCALES[0]:
-        scale = scale * _number(block, group, is_in, SCALES)
-    value = scale * _number(block, j, is_in, NUMBERS)
-    if OFFSET >= 0:
-        offset = _half(block, is_in, OFFSET)
-        if MINS[0]:
-            offset = -offset * _number(block, group, is_in, MINS)
-        value = value + offset
-    cells = out + blocks[:, None, None] * (GROUPS * SIZE) + j
-    tl.store(cells, rounded(value, IS_BF16, out), mask=is_in)
+    k_begin, n_begin = tl.program_id(0) * BLOCK_K, tl.program_id(1) * BLOCK_N
+    scale = factors(tensors, sizes, n_begin, k_begin, LAYOUT, BLOCK_K, BLOCK_N)
+    value = tile(tensors, sizes, scale, n_begin, k_begin, LAYOUT, BLOCK_K, BLOCK_N)
+    k, n = (k_begin + tl.arange(0, BLOCK_K))[:, None], (n_begin + tl.arange(0, BLOCK_N))[None, :]
+    cells = out + n.to(tl.int64) * strides[0] + k.to(tl.int64) * strides[1]
+    tl.store(cells, rounded(value, IS_BF16, out), mask=(k < sizes.inputs) & (n < sizes.outputs))
 
 
-def write_blocks(data: torch.Tensor, size: tuple[int, int], type_: Any, half: int, out: torch.Tensor) -> None:
-    """`Backend.write_blocks`."""
-    num_blocks = out.numel() // size[0]
-    constants = block_constants(size, type_)
-    grid = (triton.cdiv(num_blocks, constants["TILE"]),)
-    unpack_blocks[grid](data, bits_of(out), num_blocks, out.shape[1] // size[0], half, **constants, **options(out))
+def write(matrix: Matrix, out: torch.Tensor) -> None:
+    """`Backend.write`."""
+    tensors, sizes, layout = operands(matrix)
+    grid = (triton.cdiv(sizes.inputs, BLOCK_K), triton.cdiv(sizes.outputs, BLOCK_N))
+    constants = {"BLOCK_K": BLOCK_K, "BLOCK_N": BLOCK_N, "IS_BF16": out.dtype == torch.bfloat16}
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}  # its default differs between versions
+    _write_out[grid](tensors, sizes, bits_of(out), out.stride(), layout, **constants, **options)
 
 
-def block_constants(size: tuple[int, int], type_: Any) -> dict[str, Any]:
-    """The constants of `unpack_blocks` for a type."""
-    kinds = {"NUMBERS": type_.numbers, "SCALES": type_.scales, "MINS": type_.mins}
-    constants: dict[str, Any] = {
-        name: (*kind.low, *kind.high, kind.flip, kind.center, *_words(kind.codes)) for name, kind in kinds.items()
-    }
-    constants |= {"SCALE": type_.scale, "OFFSET": type_.offset, "GROUPS": type_.num_groups}
-    return constants | {"NUM_BYTES": size[1], "SIZE": size[0] // type_.num_groups, "TILE": TILE_NUMBERS // size[0]}
+def operands(matrix: Matrix, alignment: int = 0) -> tuple[Tensors, Sizes, Layout]:
+    """What kernels take of a matrix; or of several, whose numbers are aligned to so many bytes."""
+    tensors, sizes = Tensors(*tensors_of(matrix)), Sizes(matrix.shape[0], matrix.shape[1])
+    if isinstance(matrix, torch.Tensor):
+        strides = (matrix.stride(0), matrix.stride(1))
+        return tensors, sizes._replace(strides=strides), Layout("PLAIN", factors="ONCE")
+    if isinstance(matrix, InBlocks):
+        sizes = sizes._replace(words=matrix.data.shape[1], half=matrix.half)
+        return tensors, sizes, Layout("BLOCKS", blocks=_block_layout(matrix))
+    if isinstance(matrix, Along):
+        return _along(matrix, sizes, alignment or math.gcd(16, matrix.numbers.data_ptr()))
+    num_groups, is_across = len(matrix.scales), isinstance(matrix, Across)
+    bits, zero_offset = (4, 0) if isinstance(matrix, Across) else (matrix.bits, matrix.zero_offset)
+    sizes = sizes._replace(words=matrix.words.shape[1], num_groups=num_groups, group_size=sizes.inputs // num_groups)
+    groups, name = _groups(sizes, tensors.order), "ACROSS" if is_across else "DOWN"
+    layout = Layout(name, bits=bits, per_word=32 // bits, groups=groups, factors=_when(sizes, groups))
+    return tensors, sizes._replace(zero_offset=zero_offset), layout
+
+
+def _along(matrix: Along, sizes: Sizes, alignment: int) -> tuple[Tensors, Sizes, Layout]:
+    numbers, scales, zeros, order, bits, (height, width), whole, is_divided = matrix
+    kind = KINDS.get(numbers.dtype, "UNSIGNED")
+    scale_kind = {torch.float8_e8m0fnu: "E8M0", torch.float8_e4m3fn: "E4M3"}.get(scales.dtype, "")
+    scales, numbers = scales.view(torch.uint8) if scale_kind else scales, numbers.view(torch.uint8)
+    if bits == 4 and not (numbers.shape[1] % 4 or numbers.storage_offset() % 4 or alignment % 4):
+        numbers = numbers.view(torch.int32)
+    middle = 1 << (bits - 1) if zeros is None else 0
+    sizes = sizes._replace(words=numbers.shape[1], num_groups=scales.shape[1], group_size=width)
+    sizes = sizes._replace(height=height, zero_offset=middle)
+    per_word = numbers.element_size() * 8 // bits
+    groups = _groups(sizes, order)
+    layout = Layout("ALONG", kind, bits, per_word, groups, scale_kind, is_divided, _when(sizes, groups))
+    return Tensors(numbers, scales, zeros, order, whole), sizes, layout
+
+
+def _when(sizes: Sizes, groups: int) -> str:
+    """`Layout.factors`; registers have no room for those of each input."""
+    return "ONCE" if sizes.num_groups == 1 else "EARLY" if groups < BLOCK_K else ""
+
+
+def _groups(sizes: Sizes, order: torch.Tensor | None = None) -> int:
+    """Number of groups of a tile's inputs; each input by itself if a tile has no whole groups."""
+    if order is not None:
+        return BLOCK_K
+    if sizes.num_groups == 1 or sizes.group_size % BLOCK_K == 0:
+        return 1
+    return BLOCK_K // sizes.group_size if BLOCK_K % sizes.group_size == 0 else BLOCK_K
+
+
+def _block_layout(matrix: InBlocks) -> BlockLayout:
+    (size, num_bytes), type_ = matrix.size, matrix.type_
+    numbers, scales, mins = (
+        (*kind.low, *kind.high, kind.flip, kind.center, *_words(kind.codes))
+        for kind in (type_.numbers, type_.scales, type_.mins)
+    )
+    low, group = type_.numbers.low, size // type_.num_groups
+    is_nibbles = low.bits == 4 and not type_.numbers.high.bits and low.span == 2 * low.width == 2 * low.every
+    half = low.width if is_nibbles else 0
+    return BlockLayout(numbers, scales, mins, type_.scale, type_.offset, size, num_bytes, group, half)
 
 
 def _words(codes: tuple[int, ...]) -> tuple[int, ...]:
     """16 signed bytes, each 128 more, as 32-bit integers; zeros if there are none."""
     bytes_ = bytes(code + 128 for code in codes) or bytes(16)
     return struct.unpack("<4i", bytes_)
+
+
+def bits_of(out: torch.Tensor) -> torch.Tensor:
+    """The tensor for kernels, with bfloat16 as integers, as `rounded` gives it."""
+    return out.view(torch.int16) if out.dtype == torch.bfloat16 else out

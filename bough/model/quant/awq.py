@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from bough.errors import CheckpointError
-from bough.model.backend import backend_of
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import typed
+from bough.model.packed import Across
 from bough.model.quant.format import (
     SAMPLE_GROUP,
     Dequantized,
@@ -69,6 +69,5 @@ class Awq(Dequantized):
     def shape(self) -> tuple[int, ...]:
         return (self.words.shape[1] * 8, self.words.shape[0])
 
-    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        words, zeros, scales = (typed(*part) for part in zip(raw, self.places, strict=True))
-        backend_of(out.device).write_across(words, zeros, scales, out)
+    def packed(self, raw: Sequence[torch.Tensor]) -> Across:
+        return Across(*(typed(*part) for part in zip(raw, self.places, strict=True)))

@@ -21,8 +21,10 @@ from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import AnySource
+from bough.model.backend import backend_of
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import STORED_DTYPES, VALUE_DTYPES, Scratch, room_bytes
+from bough.model.packed import Packed
 
 # Name prefixes in a model that contains a language model, and in the language model alone.
 PARTS = {
@@ -94,9 +96,13 @@ class Dequantized(ABC):
     def shape(self) -> tuple[int, ...]:
         """Shape of the value."""
 
-    @abstractmethod
+    def packed(self, raw: Sequence[torch.Tensor]) -> Packed:
+        """The matrix in its layout, from the bytes of `places`; only if it `is_packed`."""
+        raise NotImplementedError
+
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Dequantize to the contiguous matrix `out`."""
+        """Dequantize to the matrix `out`."""
+        backend_of(out.device).write(self.packed(raw), out)
 
     @property
     def order(self) -> tuple[TensorPlace | None, int]:
@@ -115,8 +121,9 @@ class Dequantized(ABC):
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
         """Dequantize."""
         out = scratch.take(self.shape[::-1] if self.is_transposed else self.shape, dtype)
-        scratch.write(lambda: self._write(raw, out))
-        return out.t() if self.is_transposed else out
+        whole = out.t() if self.is_transposed else out
+        scratch.write(lambda: self._write(raw, whole))
+        return whole
 
 
 class WordsFormat(WeightFormat):

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bough.model.backend import backend_of
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import typed
+from bough.model.packed import InBlocks
 from bough.model.quant.format import Dequantized, place_of
 
 
@@ -142,10 +142,9 @@ class Blocks(Dequantized):
         """Whether any rows of the value can be made from the same rows of the tensor."""
         return self.half == 1
 
-    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        self.write(raw[0], out)
+    def packed(self, raw: Sequence[torch.Tensor]) -> InBlocks:
+        return InBlocks(typed(raw[0], self.place), BLOCKS[self.kind], TYPES[self.kind], self.half)
 
     def write(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Dequantize the tensor's bytes."""
-        data = typed(data, self.place)
-        backend_of(out.device).write_blocks(data, BLOCKS[self.kind], TYPES[self.kind], self.half, out)
+        self._write([data], out)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from bough.errors import CheckpointError, StreamError
-from bough.model.backend import backend_of
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import typed
+from bough.model.packed import Down
 from bough.model.quant.format import (
     SAMPLE_GROUP,
     Dequantized,
@@ -95,10 +95,10 @@ class Gptq(Dequantized):
     def order(self) -> tuple[TensorPlace | None, int]:
         return self.groups, self.scales.shape[0]
 
-    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def packed(self, raw: Sequence[torch.Tensor]) -> Down:
         words, zeros, scales, *groups = (typed(*part) for part in zip(raw, self.places, strict=True))
         group_of = self._checked(groups[0]) if groups else None
-        backend_of(out.device).write_down(words, zeros, scales, group_of, self.bits, self.zero_offset, out)
+        return Down(words, zeros, scales, group_of, self.bits, self.zero_offset)
 
     def _checked(self, groups: torch.Tensor) -> torch.Tensor:
         """Check group indices again on a CPU, whose kernels rely on them, as the file may have changed."""

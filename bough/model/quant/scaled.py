@@ -14,10 +14,10 @@ import torch
 
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import ExpertSources
-from bough.model.backend import backend_of
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.safetensors_folder import ITEM_BYTES
-from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, parts_of, room_bytes, typed
+from bough.model.checkpoint.tensor_source import VALUE_DTYPES, parts_of, typed
+from bough.model.packed import Along
 from bough.model.quant.format import (
     Dequantized,
     PackedTensors,
@@ -169,30 +169,15 @@ class Scaled(Dequantized):
     def order(self) -> tuple[TensorPlace | None, int]:
         return self.groups, self.scales.shape[-1]
 
-    def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the value, and of joined scales if these have two levels: a quarter of a byte for a weight."""
-        return room_bytes(self.shape, dtype) + (room_bytes(self.scales.shape, torch.float32) if self.whole else 0)
-
-    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """Dequantize."""
-        out = scratch.take(self.shape, dtype)
-        joined = scratch.take(self.scales.shape, torch.float32) if self.whole else None
-        scratch.write(lambda: self._write(raw, out, joined))
-        return out
-
-    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor, joined: torch.Tensor | None = None) -> None:
+    def packed(self, raw: Sequence[torch.Tensor]) -> Along:
         height, width = self.block
-        numbers, scales, *others = (typed(*part) for part in zip(raw, self.places, strict=True))
-        scales = scales.view(-(-out.shape[0] // height), -(-out.shape[1] // width))
-        scales = self.joined(scales, others.pop(), joined) if self.whole else scales
+        (outputs, inputs), given = self.shape, (typed(*part) for part in zip(raw, self.places, strict=True))
+        numbers, scales, *others = given
+        whole = others.pop() if self.whole else None
         groups = others.pop() if self.groups else None
         zeros = others.pop() if self.zeros else None
-        backend_of(out.device).write_along(numbers, scales, zeros, groups, self.bits, self.block, out)
-
-    def joined(self, scales: torch.Tensor, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Scales of two levels as float32, in `out` if given; made in place, or there would be two copies at once."""
-        scales = scales.float() if out is None else out.copy_(scales)
-        return scales.div_(whole) if self.is_divided else scales.mul_(whole)
+        scales = scales.view(-(-outputs // height), -(-inputs // width))
+        return Along(numbers, scales, zeros, groups, self.bits, self.block, whole, self.is_divided)
 
 
 def block_size(found: Any, where: str) -> tuple[int, int]:

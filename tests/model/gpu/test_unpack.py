@@ -14,9 +14,10 @@ import triton.runtime.interpreter as interpreter
 
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
-from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource, typed
+from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.gpu import unpack_triton
 from bough.model.quant.awq import Awq
+from bough.model.quant.format import Dequantized
 from bough.model.quant.ggml_blocks import TYPES, Blocks
 from bough.model.quant.gptq import Gptq
 from bough.model.quant.scaled import EXPONENTS, FLOAT4, FLOAT8, INT8, WORDS, Scaled
@@ -52,7 +53,7 @@ def words(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 def gptq(
     rng: np.random.Generator, inputs: int, outputs: int, group: int, bits: int, has_order: bool, offset: int
-) -> tuple[TensorSource, list[torch.Tensor]]:
+) -> tuple[Dequantized, list[torch.Tensor]]:
     integers, zeros = words(rng, inputs * bits // 32, outputs), words(rng, inputs // group, outputs * bits // 32)
     scales, order = halves(rng, inputs // group, outputs), rng.permutation(np.arange(inputs) // group).astype(np.int32)
     groups = place("g", order) if has_order else None
@@ -60,7 +61,7 @@ def gptq(
     return source, raws(integers, zeros, scales, *((order,) if has_order else ()))
 
 
-def awq(rng: np.random.Generator, inputs: int, outputs: int, group: int) -> tuple[TensorSource, list[torch.Tensor]]:
+def awq(rng: np.random.Generator, inputs: int, outputs: int, group: int) -> tuple[Dequantized, list[torch.Tensor]]:
     integers, zeros = words(rng, inputs, outputs // 8), words(rng, inputs // group, outputs // 8)
     scales = halves(rng, inputs // group, outputs)
     return Awq(place("w", integers), place("z", zeros), place("s", scales)), raws(integers, zeros, scales)
@@ -75,7 +76,7 @@ def by_rows(
     scale_dtype: torch.dtype,
     zeros: bool = False,
     order: bool = False,
-) -> tuple[TensorSource, list[torch.Tensor]]:
+) -> tuple[Dequantized, list[torch.Tensor]]:
     (outputs, inputs), (height, width) = shape, block
     num_groups = -(-inputs // width)
     numbers = torch.from_numpy(rng.integers(0, 256, (outputs, inputs * bits // 8)).astype(np.uint8))
@@ -92,12 +93,12 @@ def by_rows(
     return source, [tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors]
 
 
-def in_blocks(rng: np.random.Generator, kind: str, half: int) -> tuple[TensorSource, list[torch.Tensor]]:
+def in_blocks(rng: np.random.Generator, kind: str, half: int) -> tuple[Dequantized, list[torch.Tensor]]:
     blocks = random_blocks(kind, 12, 512 if BLOCKS[kind][0] == 256 else 160, rng)
     return Blocks(place("w", blocks), kind, half), raws(blocks)
 
 
-def mxfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSource, list[torch.Tensor]]:
+def mxfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Dequantized, list[torch.Tensor]]:
     """With exponents from the smallest, which is no normal number's, to where float16 ends."""
     numbers = rng.integers(0, 256, (outputs, inputs // 2)).astype(np.uint8)
     exponents = rng.integers(0, 141, (outputs, inputs // 32)).astype(np.uint8)
@@ -106,7 +107,7 @@ def mxfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSo
     return Scaled(*places, None, None, 4, (1, 32)), raws(numbers, exponents)
 
 
-def nvfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSource, list[torch.Tensor]]:
+def nvfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Dequantized, list[torch.Tensor]]:
     numbers = rng.integers(0, 256, (outputs, inputs // 2)).astype(np.uint8)
     scales, whole = rng.integers(0, 0x7F, (outputs, inputs // 16)).astype(np.uint8), np.array([12.3], np.float32)
     places = replace(place("w", numbers), dtype=FLOAT4), replace(place("s", scales), dtype=FLOAT8)
@@ -114,28 +115,13 @@ def nvfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSo
     return Scaled(*places, None, None, 4, (1, 16), last, True), raws(numbers, scales, whole)
 
 
-def by_kernel(source: TensorSource, raw: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """As `packed` calls it for a GPU."""
-    tensors = [typed(*part) for part in zip(raw, source.places, strict=True)]
-    by_rows = isinstance(source, Scaled | Blocks)
-    out = torch.full((source.shape if by_rows else source.shape[::-1]), torch.nan, dtype=dtype)
-    if isinstance(source, Scaled):
-        numbers, scales, *others = tensors
-        scales = source.joined(scales, others.pop()) if source.whole else scales
-        order = others.pop() if source.groups else None
-        zeros = others.pop() if source.zeros else None
-        unpack_triton.write_along(numbers, scales, zeros, order, source.bits, source.block, out)
-        return out
-    if isinstance(source, Blocks):
-        unpack_triton.write_blocks(*tensors, BLOCKS[source.kind], TYPES[source.kind], source.half, out)
-        return out
-    if isinstance(source, Awq):
-        unpack_triton.write_across(*tensors, out)
-        return out.t()
-    assert isinstance(source, Gptq)
-    groups = tensors[3] if source.groups else None
-    unpack_triton.write_down(*tensors[:3], groups, source.bits, source.zero_offset, out)
-    return out.t()
+def by_kernel(source: Dequantized, raw: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """As a GPU's backend writes it out."""
+    outputs, inputs = source.shape
+    out = torch.full((outputs, inputs), torch.nan, dtype=dtype)
+    out = torch.full((inputs, outputs), torch.nan, dtype=dtype).t() if source.is_transposed else out
+    unpack_triton.write(source.packed(raw), out)
+    return out
 
 
 CASES: dict[str, Any] = {
@@ -233,5 +219,7 @@ def test_a_weight_costs_less_than_three_bytes_of_traffic(
 def test_a_missing_group_reads_nothing_beyond_the_table() -> None:
     """A file that changes while a worker runs must not end a GPU's context."""
     source, raw = gptq(np.random.default_rng(0), 64, 16, 32, 4, True, 1)
-    raw[3].view(torch.int32)[:2] = torch.tensor([1_000_000, -5])
-    assert not by_kernel(source, raw, torch.float32).isnan().any()
+    matrix, out = source.packed(raw), torch.full((16, 64), torch.nan)
+    matrix.groups[:2] = torch.tensor([1_000_000, -5], dtype=torch.int32)
+    unpack_triton.write(matrix, out)
+    assert not out.isnan().any()
