@@ -1,24 +1,24 @@
-"""Checks of kernels at the shapes of a model: values against the reference's, and a row's bits among other rows.
-
-Every check computes random numbers, and then numbers whose sums are exact in float32 in any order.
-"""
+"""Checks of kernels at the shapes of a model: values against the reference's, and a row's bits among other rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from typing import Any, NamedTuple
+from itertools import groupby, product
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from bough.model.architecture.latent import is_latent
-from bough.model.backend import Backend, computing_by
+from bough.model.backend import ACTIVATIONS, Backend, Norm, Rotary, Table, computing_by
 from bough.model.batch.batch import Batch, Segment
+from bough.model.batch.state_steps import COMMITTED, StateSteps
 from bough.model.kv.session_kv import KVMemory, KVShape, KVSlot
 from bough.model.loading.loading import Skeleton
+from bough.model.running.fused_parts import NORMS, ROTARIES
 from bough.trees.tree import Tree
 
 NUM_ROWS, NUM_NODES = 256, 70  # rows of a check, and how many of them attend as one tree; the others are another
@@ -28,117 +28,172 @@ MANY = 256  # outputs of a matrix: more of them are computed alike
 CONTEXT, WINDOW = 1100, 300  # keys before a tree, as attention divides long paths; and how many a row sees
 UNIT = 2.0**-24  # of rounding in float32
 
-Compute = Callable[[Backend, Sequence[int]], torch.Tensor]  # results of some of NUM_ROWS rows
-
 
 class Check(NamedTuple):
     """A kernel at one shape of a model."""
 
-    name: str  # with shape and type
-    make: Callable[[float], Compute]  # with random numbers if this is 1.0, or exact ones if it is 0.0
-    error: float  # of sums of random numbers, before they are rounded to the compute type
-    is_shared: bool  # whether the backend to fall back to has the same kernel
+    name: str  # with shapes
+    sizes: Sequence[Sequence[int]]  # of its operands
+    num_by_row: int  # the first operands, which have NUM_ROWS rows
+    call: Callable[..., torch.Tensor]  # its results for some rows by a backend: of this, the rows and the operands
+    error: float = 0.0  # limit, before results are rounded to the compute type; 0.0: operands are integers
+    is_shared: bool = True  # whether the backend to fall back to has the same kernel
 
-    def run(self, backend: Backend) -> None:
+    def run(self, backend: Backend, dtype: torch.dtype, device: torch.device) -> None:
         """Raises ArithmeticError for a wrong result, or what the kernel raises."""
-        for randomness in (1.0, 0.0):
-            compute = self.make(randomness)
-            found = compute(backend, range(NUM_ROWS))
-            for rows in FEWER:
-                if not torch.equal(compute(backend, rows), _rows(found, rows)):
-                    raise ArithmeticError(f"{len(rows)} rows have other bits than among {NUM_ROWS}")
-            with computing_by("reference") as reference:
-                wanted = compute(reference, range(NUM_ROWS)).double()
-            rounding = wanted.abs() * (torch.finfo(found.dtype).eps / 2 + 2 * UNIT)
-            excess = (found.double() - wanted).abs() - rounding - self.error * randomness
-            if not bool((excess <= 2.0**-16).all()):  # which is not so for NaN either
-                raise ArithmeticError(f"values are up to {float(excess.max()):.3g} further off than rounding")
+        generator = torch.Generator().manual_seed(0)
+        operands = [_numbers(size, generator, self.error > 0).to(dtype).to(device) for size in self.sizes]
+
+        def results(backend: Backend, operands: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
+            own = (_rows(numbers, rows) for numbers in operands[: self.num_by_row])
+            return self.call(backend, rows, *own, *operands[self.num_by_row :])
+
+        found = results(backend, operands, range(NUM_ROWS))
+        for rows in FEWER:
+            if not torch.equal(results(backend, operands, rows), _rows(found, rows)):
+                raise ArithmeticError(f"{len(rows)} rows have other bits than among {NUM_ROWS}")
+        with computing_by("reference") as reference:
+            wanted = results(reference, [numbers.double() for numbers in operands], range(NUM_ROWS)).double()
+        rounding = wanted.abs() * (torch.finfo(found.dtype).eps / 2 + 2 * UNIT)
+        excess = (found.double() - wanted).abs() - rounding - self.error
+        if not bool((excess <= 2.0**-16).all()):  # which is not so for NaN either
+            raise ArithmeticError(f"values are up to {float(excess.max()):.3g} further off than rounding")
 
 
-def checks_of(skeleton: Skeleton, device: torch.device) -> tuple[Check, ...]:
-    """Checks of the kernels that a model needs on a device."""
-    return (*_products(skeleton, device), *_attention(skeleton, device))
+def checks_of(skeleton: Skeleton) -> tuple[Check, ...]:
+    """Checks of the kernels that a model needs."""
+    return (*_products(skeleton), *_parts_of_rows(skeleton), *_attention(skeleton), *_recurrence(skeleton))
 
 
-def _numbers(size: Sequence[int], generator: torch.Generator, randomness: float) -> torch.Tensor:
-    """Integers up to 8, or random numbers if `randomness` is 1.0."""
+def _numbers(size: Sequence[int], generator: torch.Generator, is_random: bool) -> torch.Tensor:
+    """Random numbers, or integers up to 8, of a matrix with a first row of ones."""
+    if is_random:
+        return torch.randn(tuple(size), generator=generator)
     integers = torch.randint(-8, 9, tuple(size), generator=generator, dtype=torch.float32)
-    return torch.lerp(integers, torch.randn(tuple(size), generator=generator), randomness)
+    if len(size) == 2:
+        integers[0] = 1.0
+    return integers
 
 
 def _rows(numbers: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return numbers[torch.tensor(rows).to(numbers.device)]
 
 
-def _products(skeleton: Skeleton, device: torch.device) -> Iterator[Check]:
+def _products(skeleton: Skeleton) -> Iterator[Check]:
+    """Sums of integers are exact in any order; the errors of others are of either sign, and add up like a root."""
     modules = (skeleton.model.get_output_embeddings(), *(each for layer in skeleton.layers for each in layer.modules()))
     linears = [module for module in modules if isinstance(module, nn.Linear)]
     few = {(min(x.out_features, MANY + x.out_features % MANY), x.in_features, x.bias is not None) for x in linears}
     for outputs, inputs, has_bias in sorted(few):
-        name = f"product of {inputs} inputs, {outputs} outputs{' with bias' if has_bias else ''}, {skeleton.dtype}"
-        make = partial(_product, outputs, inputs, has_bias, skeleton.dtype, device)
-        yield Check(name, make, 8 * inputs**1.5 * UNIT, is_shared=False)  # errors of either sign add up like a root
+        sizes = ((NUM_ROWS, inputs), (outputs, inputs), *([(outputs,)] if has_bias else []))
+        name = f"product of {inputs} inputs, {outputs} outputs{' with bias' if has_bias else ''}"
+        yield Check(f"{name}, integers", sizes, 1, _multiplied, is_shared=False)
+        yield Check(name, sizes, 1, _multiplied, 8 * inputs**1.5 * UNIT, is_shared=False)
 
 
-def _product(
-    outputs: int, inputs: int, has_bias: bool, dtype: torch.dtype, device: torch.device, randomness: float
-) -> Compute:
-    generator = torch.Generator().manual_seed(inputs)
-    sizes = ((NUM_ROWS, inputs), (outputs, inputs), (outputs,))
-    given, matrix, bias = (_numbers(size, generator, randomness).to(dtype).to(device) for size in sizes)
-    given[0], matrix[0] = 1.0, 1.0  # whose product is the number of inputs
-
-    def compute(backend: Backend, rows: Sequence[int]) -> torch.Tensor:
-        own = _rows(given, rows), matrix, bias if has_bias else None
-        if backend.name != "reference":
-            return backend.multiply(*own)
-        return backend.linear(*(numbers.double() for numbers in own if numbers is not None))
-
-    return compute
+def _multiplied(backend: Backend, _: Sequence[int], *operands: torch.Tensor) -> torch.Tensor:
+    return backend.linear(*operands) if backend.name == "reference" else backend.multiply(*operands)
 
 
-def _attention(skeleton: Skeleton, device: torch.device) -> Iterator[Check]:
-    """Without randomness queries are 0, so that all keys count alike: one too few or too many changes the result."""
+def _parts_of_rows(skeleton: Skeleton) -> Iterator[Check]:
+    """Norms, gates and rotary embeddings; numbers near 20 are rounded a few times."""
+    shape, heads, error = (
+        skeleton.kv_shape(),
+        int(skeleton.config.num_attention_heads),
+        64 * torch.finfo(skeleton.dtype).eps,
+    )
+    leaves = [x for x in skeleton.model.get_decoder().modules() if not [*x.children()]]
+    widths = {tuple(x.weight.shape) for x in leaves if "norm" in type(x).__name__.lower() and hasattr(x, "weight")}
+    for row, kind, num_by_row in product(sorted(widths), NORMS, (1, 2)):
+        sizes = (*[(NUM_ROWS, *row)] * num_by_row, row)
+        yield Check(f"norm of {sizes}, {kind}", sizes, num_by_row, partial(_normed, kind), error)
+    inputs = {
+        x.down_proj.in_features
+        for x in skeleton.model.modules()
+        if isinstance(getattr(x, "down_proj", None), nn.Linear)
+    }
+    for width, activation in product(sorted(inputs), ACTIVATIONS):
+        sizes = ((NUM_ROWS, width),) * 2
+        yield Check(f"gate of {sizes}, {activation}", sizes, 2, partial(_gated, activation), error)
+    for kind in ROTARIES if shape.num_layers else ():
+        table = (NUM_ROWS, shape.head_dim // (2 if kind.table is Table.HALF else 1))
+        sizes = (NUM_ROWS, heads, shape.head_dim), (NUM_ROWS, shape.num_kv_heads, shape.head_dim), table, table
+        yield Check(f"rotary embeddings of {sizes}, {kind}", sizes, 4, partial(_turned, kind), error)
+
+
+def _normed(kind: Norm, backend: Backend, _: Sequence[int], *operands: torch.Tensor) -> torch.Tensor:
+    rows, *gate, weight = operands
+    return backend.norm(rows, weight, 1e-6, kind, *gate)
+
+
+def _gated(activation: str, backend: Backend, _: Sequence[int], gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
+    return backend.gate(gates, ups, activation)
+
+
+def _turned(kind: Rotary, backend: Backend, _: Sequence[int], *operands: torch.Tensor) -> torch.Tensor:
+    queries, keys = (heads.transpose(0, 1)[None] for heads in operands[:2])
+    cos, sin = (table[None] for table in operands[2:])
+    return torch.cat([x[0].transpose(0, 1).flatten(1) for x in backend.rotate(queries, keys, cos, sin, kind)], 1)
+
+
+def _recurrence(skeleton: Skeleton) -> Iterator[Check]:
+    if (shape := skeleton.kv_shape().states) is not None:
+        sizes = (NUM_ROWS, shape.num_inputs), (NUM_ROWS, shape.num_heads), (NUM_ROWS, shape.num_heads), shape.size
+        call = partial(_recurred, shape.num_key_heads)
+        yield Check(f"recurrence of {shape.num_key_heads} key heads, {sizes}", sizes, 3, call, 2.0**-13)
+
+
+def _recurred(num_key_heads: int, backend: Backend, rows: Sequence[int], *operands: torch.Tensor) -> torch.Tensor:
+    """Each row takes two steps after the committed state."""
+    qkv, decay, beta, state = (x if x.dtype == torch.float64 else x.float() for x in operands)
+    places = np.arange(len(rows)) % 4 + 1
+    first, second = ([np.arange(len(rows)), before, places] for before in (COMMITTED + 0 * places, places))
+    steps = np.stack((np.stack(first, 1), np.stack(second, 1)), 1).reshape(-1, 3)
+    states = state.new_zeros(len(state), 5, *state.shape[1:])
+    states[:, COMMITTED] = state
+    own = StateSteps(torch.empty(0), steps, 5, torch.empty(0))
+    return backend.recur(qkv, decay.abs().clamp(max=1.0), beta.abs(), own, states, num_key_heads, 0)
+
+
+def _attention(skeleton: Skeleton) -> Iterator[Check]:
+    """With queries of 0 all keys count alike: one too few or too many changes each result."""
     config, shape, modules = skeleton.config, skeleton.kv_shape(), list(skeleton.model.modules())
     heads, softcap = int(config.num_attention_heads), float(getattr(config, "attn_logit_softcapping", None) or 0.0)
     width = shape.head_dim + (shape.value_dim if any(map(is_latent, modules)) else 0)
-    sinks = torch.zeros(heads, device=device) if any("sinks" in module._parameters for module in modules) else None
+    has_sinks = any("sinks" in module._parameters for module in modules)
+    own, by_row = replace(shape, num_layers=1, states=None), [(NUM_ROWS, heads, width)]
+    by_row += [(NUM_ROWS, *size[2:]) for size in own.sizes(1)]
     windows = (0, WINDOW) if getattr(config, "sliding_window", None) else (0,)
     for window in windows if shape.num_layers else ():
-        name = (
-            f"attention of {heads} heads of {width} to {shape.num_kv_heads} with {'no ' if sinks is None else ''}sinks"
-        )
-        rules, own = (width**-0.5, window, softcap, sinks), replace(shape, num_layers=1, states=None)
-        make = partial(_attended, own, (NUM_ROWS, heads, width), rules, device)
-        yield Check(
-            f"{name}, window {window}, softcap {softcap:g}, {shape.dtype}", make, 16 * width * UNIT, is_shared=True
-        )
+        rules = width**-0.5, window, softcap, has_sinks
+        name = f"attention of {heads} heads of {width} to {shape.num_kv_heads}, scale, window, softcap, sinks {rules}"
+        sizes = (*by_row, *own.sizes(CONTEXT + 2 * NUM_ROWS))
+        yield Check(f"{name}, queries 0", sizes, 3, partial(_attended, own, rules, 0.0))
+        yield Check(name, sizes, 3, partial(_attended, own, rules, 1.0), 64 * width * UNIT)
 
 
 def _attended(
-    shape: KVShape, size: tuple[int, ...], rules: tuple[Any, ...], device: torch.device, randomness: float
-) -> Compute:
-    """Attention of the nodes of two binary trees, one after a short path and one after a long one."""
-    generator = torch.Generator().manual_seed(size[2])
-
-    def eighths(size: Sequence[int]) -> torch.Tensor:
-        return (_numbers(size, generator, 0.0) / 8).to(shape.dtype).to(device)
-
-    memory = KVMemory(*map(eighths, shape.sizes(CONTEXT + 2 * NUM_ROWS)))
-    short, long = (KVSlot(shape, 0, device) for _ in range(2))
-    short.place(memory, 0, NUM_ROWS)
-    long.place(memory, NUM_ROWS, CONTEXT + 2 * NUM_ROWS)
-    queries = torch.randn(size, generator=generator).mul(randomness).to(shape.dtype).to(device)
-    numbers = queries, *(eighths((NUM_ROWS, *sizes[2:])) for sizes in shape.sizes(1))
-
-    def compute(backend: Backend, rows: Sequence[int]) -> torch.Tensor:
-        segments = []
-        for is_long, own in groupby(rows, lambda row: row < NUM_NODES):
-            nodes = [row if is_long else row - NUM_NODES for row in own]
-            places = {node: place for place, node in enumerate(nodes)}
-            tree = Tree.of(nodes, [places.get((node - 1) // 2, -1) for node in nodes], [0.0] * len(nodes))
-            segments.append(Segment.tree(long, CONTEXT, tree) if is_long else Segment.tree(short, 5, tree))
-        (chunk,) = Batch(segments, None, device).chunks
-        return backend.attend(chunk, 0, *(_rows(each, rows) for each in numbers), *rules)
-
-    return compute
+    shape: KVShape,
+    rules: tuple[float, int, float, bool],
+    factor: float,  # of queries
+    backend: Backend,
+    rows: Sequence[int],
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *memory: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of nodes of two binary trees, one after a short path and one after a long one."""
+    short, long = (KVSlot(shape, 0, queries.device) for _ in range(2))
+    short.place(KVMemory(*memory), 0, NUM_ROWS)
+    long.place(short.memory, NUM_ROWS, CONTEXT + 2 * NUM_ROWS)
+    segments = []
+    for is_long, own in groupby(rows, lambda row: row < NUM_NODES):
+        nodes = [row if is_long else row - NUM_NODES for row in own]
+        places = {node: place for place, node in enumerate(nodes)}
+        tree = Tree.of(nodes, [places.get((node - 1) // 2, -1) for node in nodes], [0.0] * len(nodes))
+        segments.append(Segment.tree(long, CONTEXT, tree) if is_long else Segment.tree(short, 5, tree))
+    (chunk,) = Batch(segments, None, queries.device).chunks
+    *numbers, has_sinks = rules
+    sinks = queries.new_zeros(queries.shape[1], dtype=torch.float32) if has_sinks else None
+    return backend.attend(chunk, 0, queries * factor, keys, values, *numbers, sinks)

@@ -74,21 +74,21 @@ def _known_failure(rung: str, device: torch.device, skeleton: Skeleton) -> str:
     """The cached result of a backend's checks, or their result now, which is then cached; empty if all are passed."""
     if rung == RUNGS[-1]:
         return ""
-    checks = checks_of(skeleton, device)
-    key = hashlib.sha256("\n".join((card(device), *(check.name for check in checks))).encode())
+    checks = checks_of(skeleton)
+    key = hashlib.sha256("\n".join((card(device), str(skeleton.dtype), *(check.name for check in checks))).encode())
     for code in (code for folder in ("gpu", "backends", "running") for code in sorted((MODEL / folder).glob("*.py"))):
         key.update(code.read_bytes())
     file, known = cache_folder() / "self-checks" / f"{key.hexdigest()[:32]}.json", dict[str, str]()
     with suppress(OSError, ValueError, AttributeError):  # missing or damaged
         known = {name: str(failure) for name, failure in json.loads(file.read_text()).items()}
     if rung not in known:
-        known[rung] = os.environ.get(LOST + rung) or _failure(rung, device, checks)
+        known[rung] = os.environ.get(LOST + rung) or _failure(rung, device, skeleton.dtype, checks)
         make_folder("BOUGH_CACHE_DIR", file.parent)
         replace(file, lambda partial: partial.write_text(json.dumps(known)))
     return known[rung]
 
 
-def _failure(rung: str, device: torch.device, checks: Sequence[Check]) -> str:
+def _failure(rung: str, device: torch.device, dtype: torch.dtype, checks: Sequence[Check]) -> str:
     """The first failure of a backend's checks; empty if all are passed.
 
     If a kernel makes this process lose the device, it starts again with the failure in a variable.
@@ -99,7 +99,7 @@ def _failure(rung: str, device: torch.device, checks: Sequence[Check]) -> str:
             before = backend.spilling()
             try:
                 with named_faults(device, on_lost=lambda _: None):
-                    check.run(backend)
+                    check.run(backend, dtype, device)
                     await_all(device)
             except AcceleratorFull:
                 raise

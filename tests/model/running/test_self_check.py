@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,19 @@ import torch
 from bough.config.cache_paths import cache_folder
 from bough.errors import AcceleratorFull, ConfigError
 from bough.model import backend as backends
-from bough.model.backend import REFERENCE_NOTE, RUNGS, backend_of, choose_backend, load
+from bough.model.backend import REFERENCE_NOTE, RUNGS, backend_of, choose_backend, computing_by, load
 from bough.model.backends.triton import TritonBackend
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import Skeleton, build_skeleton
 from bough.model.running import kernel_checks, self_check
+from bough.model.running.device import working_on
 from bough.model.running.kernel_checks import Check, checks_of
 from bough.model.running.self_check import backend_notes, checked_backend
+from loadtest.common.tiny_model import save_model
 from tests.fakes.gpu.pretend import device, pretending
+from tests.fakes.model.families import FAMILIES, of_two_layers
 from tests.fakes.models import CPU
+from tests.fakes.tiers import long_but
 
 Product = Callable[..., torch.Tensor]
 GPU = torch.device("cuda", 0)
@@ -65,9 +69,9 @@ def num_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the checks that are run."""
     run, names = Check.run, list[str]()
 
-    def counted(self: Check, backend: Any) -> None:
+    def counted(self: Check, *operands: Any) -> None:
         names.append(self.name)
-        run(self, backend)
+        run(self, *operands)
 
     monkeypatch.setattr(Check, "run", counted)
     return names
@@ -116,6 +120,25 @@ def test_a_product_that_fails_leaves_products_to_the_library(
     assert (list(backend_notes(device())), num_checks) == (notes, [])
 
 
+@pytest.mark.parametrize("kernel", ["norm", "rotate", "gate"])
+def test_the_reference_computes_if_a_kernel_of_both_backends_fails(
+    kernel: str, skeleton: Skeleton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(TritonBackend, kernel)
+
+    def wrong(self: Any, rows: torch.Tensor, *others: Any) -> Any:
+        rows = rows.clone()
+        rows[..., -1] *= -1.0
+        return right(self, rows, *others)
+
+    monkeypatch.setattr(TritonBackend, kernel, wrong)
+    monkeypatch.setattr(kernel_checks, "_products", lambda *_: ())
+    monkeypatch.setattr(kernel_checks, "_attention", lambda *_: ())
+    assert checked_backend("auto", [device()], skeleton).name == "reference"
+    names = {"norm": "norm of", "rotate": "rotary embeddings of", "gate": "gate of"}
+    assert names[kernel] in next(backend_notes(device()))
+
+
 def test_the_reference_computes_if_attention_fails(skeleton: Skeleton, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here by a key too few, of hundreds."""
     attend = TritonBackend.attend
@@ -147,11 +170,20 @@ def test_a_product_that_spills_registers_is_not_used(skeleton: Skeleton, monkeyp
     assert next(backend_notes(device())).endswith(": _product spills registers")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", long_but(["qwen3 next, recurrent layers"], FAMILIES))
+def test_right_kernels_of_every_family_pass(family: str, tmp_path: Path) -> None:
+    skeleton = build_skeleton(Checkpoint.open(save_model(tmp_path, of_two_layers(family))), torch.bfloat16)
+    for check in checks_of(skeleton):
+        with computing_by("triton") as backend, working_on(device()), torch.inference_mode():
+            check.run(backend, skeleton.dtype, device())
+
+
 def test_kernels_that_pass_are_checked_once(skeleton: Skeleton, num_checks: list[str]) -> None:
     for _ in range(2):
         assert checked_backend("auto", [device()], skeleton).name == RUNGS[0]
         assert list(backend_notes(device())) == []
-        assert num_checks == [check.name for check in checks_of(skeleton, device())]
+        assert num_checks == [check.name for check in checks_of(skeleton)]
     assert len(num_checks) > 4
 
 
@@ -160,12 +192,12 @@ def one_check(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A function that makes the only check fail with this reason, or pass without one; and name it."""
 
     def becomes(reason: str, name: str = "product") -> None:
-        def make(_: float) -> Any:
+        def call(_: Any, rows: Sequence[int], __: torch.Tensor) -> torch.Tensor:
             if reason:
                 raise ArithmeticError(reason)
-            return lambda _, rows: torch.zeros(len(rows), device=device())
+            return torch.zeros(len(rows), device=device())
 
-        monkeypatch.setattr(self_check, "checks_of", lambda *_: (Check(name, make, 0.0, False),))
+        monkeypatch.setattr(self_check, "checks_of", lambda _: (Check(name, [(96, 2)], 1, call, is_shared=False),))
 
     becomes("")
     return becomes
