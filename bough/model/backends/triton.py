@@ -77,7 +77,7 @@ class TritonBackend(Backend):
         modules = [module for name, module in sys.modules.items() if name.startswith(f"{self.rooms[0]}.")]
         functions = [value for module in modules for value in vars(module).values() if hasattr(value, "device_caches")]
         compiled = [kernel for each in functions for kept in each.device_caches.values() for kernel in kept[0].values()]
-        return {kernel.name for kernel in compiled if kernel.n_spills}
+        return {kernel.name for kernel in compiled if getattr(kernel, "n_spills", 0)}  # not loaded: has none
 
     def linear_by_head(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         return kernels().linear_by_head(rows, matrices)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import finfo, nn
 
 from bough.model.architecture.latent import is_latent
 from bough.model.backend import ACTIVATIONS, Backend, Norm, Rotary, Table, computing_by
@@ -54,7 +54,7 @@ class Check(NamedTuple):
                 raise ArithmeticError(f"{len(rows)} rows have other bits than among {NUM_ROWS}")
         with computing_by("reference") as reference:
             wanted = results(reference, [numbers.double() for numbers in operands], range(NUM_ROWS)).double()
-        rounding = wanted.abs() * (torch.finfo(found.dtype).eps / 2 + 2 * UNIT)
+        rounding = wanted.abs() * (finfo(found.dtype).eps / 2 + 2 * UNIT)
         excess = (found.double() - wanted).abs() - rounding - self.error
         if not bool((excess <= 2.0**-16).all()):  # which is not so for NaN either
             raise ArithmeticError(f"values are up to {float(excess.max()):.3g} further off than rounding")
@@ -97,23 +97,16 @@ def _multiplied(backend: Backend, _: Sequence[int], *operands: torch.Tensor) -> 
 
 def _parts_of_rows(skeleton: Skeleton) -> Iterator[Check]:
     """Norms, gates and rotary embeddings; numbers near 20 are rounded a few times."""
-    shape, heads, error = (
-        skeleton.kv_shape(),
-        int(skeleton.config.num_attention_heads),
-        64 * torch.finfo(skeleton.dtype).eps,
-    )
-    leaves = [x for x in skeleton.model.get_decoder().modules() if not [*x.children()]]
-    widths = {tuple(x.weight.shape) for x in leaves if "norm" in type(x).__name__.lower() and hasattr(x, "weight")}
-    for row, kind, num_by_row in product(sorted(widths), NORMS, (1, 2)):
+    shape, heads, error = skeleton.kv_shape(), int(skeleton.config.num_attention_heads), 64 * finfo(skeleton.dtype).eps
+    modules = dict(skeleton.model.get_decoder().named_modules())
+    norms = [x for x in modules.values() if "norm" in type(x).__name__.lower() and hasattr(x, "weight")]
+    rows = sorted({tuple(x.weight.shape) for x in norms})
+    for row, kind, num_by_row in product(rows, NORMS, (1, 2) if shape.states else (1,)):  # the second is a gate
         sizes = (*[(NUM_ROWS, *row)] * num_by_row, row)
         yield Check(f"norm of {sizes}, {kind}", sizes, num_by_row, partial(_normed, kind), error)
-    inputs = {
-        x.down_proj.in_features
-        for x in skeleton.model.modules()
-        if isinstance(getattr(x, "down_proj", None), nn.Linear)
-    }
-    for width, activation in product(sorted(inputs), ACTIVATIONS):
-        sizes = ((NUM_ROWS, width),) * 2
+    widths = {x.in_features for name, x in modules.items() if name.endswith("down_proj") and isinstance(x, nn.Linear)}
+    for width, activation in product(sorted(widths), ACTIVATIONS):
+        sizes = ((NUM_ROWS, width), (NUM_ROWS, width))
         yield Check(f"gate of {sizes}, {activation}", sizes, 2, partial(_gated, activation), error)
     for kind in ROTARIES if shape.num_layers else ():
         table = (NUM_ROWS, shape.head_dim // (2 if kind.table is Table.HALF else 1))

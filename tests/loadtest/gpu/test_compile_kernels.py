@@ -25,7 +25,8 @@ for flags in json.loads(sys.argv[1]):
     except SystemExit as ended:
         print(ended.code)
 os.environ["TRITON_CACHE_DIR"] = os.environ["EMPTY"]
-from loadtest.gpu.compile_kernels import LOG, compiled, kernels
+from bough.model.backends.triton import BACKEND
+from loadtest.gpu.compile_kernels import LOG, _programs, compiled, kernels
 
 kernel = next(kernel for kernel in kernels() if kernel.name == "unpacking, int8, bf16")
 registers = [compiled(kernel, 89).registers]
@@ -33,7 +34,12 @@ registers = [compiled(kernel, 89).registers]
 log.write_text(re.sub(r"Used \d+ registers", "Used 7 registers", log.read_text()))
 registers.append(compiled(kernel, 89).registers)
 log.unlink()
-print(json.dumps([*registers, compiled(kernel, 89).registers]))
+registers.append(compiled(kernel, 89).registers)
+with _programs(89) as programs:
+    kernel.calls[0]()
+((made, _),) = programs.values()
+before, made.n_spills = BACKEND.spilling(), 2  # which Triton sets when it loads a program
+print(json.dumps([*registers, [*before], [*BACKEND.spilling()] == [made.name]]))
 """
 SPILLED_ONCE = "4 heads of 128 a KV head", "8 heads of 64 a KV head, sinks", "2 heads of 128 a KV head, softcap 50"
 PRODUCTS = "16 bits", "gptq 4 bits", "awq 4 bits", "mxfp4 4 bits", "Q4_K"
@@ -60,7 +66,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if not line.startswith("Compiled(")]
-    *reports, (anew, from_the_cache, without_a_log) = lines
+    *reports, (anew, from_the_cache, without_a_log, before, spills) = lines
     assert reports[1::2] == [0] * len(RUNS), lines
     kernels = [report["kernels"] for report in reports[::2]]
     assert list(map(len, kernels)) == [24 + 23 + 2 + 23, 2 * (1 + 3), 2 * 8, 2 * 5 * 3]
@@ -69,3 +75,4 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     assert {tuple(row["products"]) for row in kernels[3]} == {("m16n8k16",), ("m64n64k16",)}
     assert from_the_cache == 7
     assert anew == without_a_log != 7
+    assert (before, spills) == ([], True), "of programs that a GPU has loaded"
