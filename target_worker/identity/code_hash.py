@@ -26,7 +26,7 @@ def modules(*packages: tuple[str, str]) -> frozenset[str]:
 ROOMS = ("bough.model.architecture", "bough.model.batch", "bough.model.quant", "target_worker.verification")
 OTHERS = modules(
     ("bough.grammar", "allowed_tokens grammar_process grammar_worker"),
-    ("bough.model", "backend threads"),
+    ("bough.model", "backend packed threads"),
     ("bough.model.checkpoint", "gguf_model tensor_source"),
     ("bough.model.kv", "session_kv slot state_shape states"),
     ("bough.model.loading", "loading"),
