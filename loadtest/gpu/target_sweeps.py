@@ -22,7 +22,7 @@ from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.default_settings import settled
 from bough.model.running.batch_invariance import product_of
 from bough.model.sizes.hardware_probe import matrix_speed, memory_speed
-from bough.model.sizes.memory_budget import GPU_SHARE, budgets, whole_device_bytes, with_kv_memory
+from bough.model.sizes.memory_budget import GPU_SHARE, budgets, whole_device_bytes, with_kv_memory, with_sweep_tokens
 from bough.model.sizes.model_sizes import FoundModel, ModelShapes, model_shapes
 from bough.sizing.cost_model import MEMORY_SHARE, Speed, Speeds, SweepModel, sweep_model
 from bough.sizing.placement import Placement, Tier, place
@@ -171,6 +171,7 @@ def _placed(checkpoint: Checkpoint, machine: Machine) -> tuple[ModelShapes, Plac
     settings = settled(parse(TargetConfig, "target_worker", flags, {}), found.config, machine.device.type)
     shapes = model_shapes(found, "bfloat16", 0, settings.rows, machine.device.type)
     memory = machine.device_memory, machine.host_memory
+    settings = with_sweep_tokens(settings, found.config, shapes.kv, machine.device_memory)
     settings = with_kv_memory(settings, shapes.kv, max_positions(found.config), *memory)
     allowed = budgets(settings, shapes.layer_bytes, *memory)
     return shapes, place(shapes.layer_bytes, shapes.fixed(settings, is_gpu=True), allowed)
