@@ -32,7 +32,7 @@ from tests.fakes.model.families import FAMILIES
 from tests.fakes.model.packed_files import packed_as
 from tests.fakes.target import NO_GRAMMARS, verify_call
 
-DENSE_LAUNCHES = 26  # of a layer of a Llama, in 16 bits, with its share of what is around layers
+DENSE_LAUNCHES = 19  # of a layer of a Llama, in 16 bits, with its share of what is around layers
 LOGITS_LAUNCHES = 8  # of a sweep, for each row's largest logit
 MOST_SENDS = 9  # tokens, positions, paths, and which rows are wanted, before the first layer
 SENDS_ELSEWHERE = 6  # paths, to another device

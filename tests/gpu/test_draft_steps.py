@@ -53,6 +53,7 @@ def logits_of(folder: Path, where: torch.device, has_graphs: bool, stays_packed:
         batch = Batch(batch_of(slots, sizes).segments, None, where)
         notes.clear()
         found.append(model.logits(batch).cpu())
+        assert "mean" not in notes.launches, "norms are the backend's, in one launch each"
         if has_graphs:
             assert len(notes.sends) <= 1 + (not batch.all_want_logits), "its inputs, at once, and which rows are wanted"
             assert len(notes.stops) == 1, "what was asked for above"

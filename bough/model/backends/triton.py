@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bough.errors import ConfigError
-from bough.model.backend import Backend, Norm, Rotary
+from bough.model.backend import Backend
 from bough.model.batch.batch import Chunk
 from bough.model.batch.state_steps import StateSteps
 from bough.model.faults import is_full, named_faults
@@ -95,18 +95,14 @@ class TritonBackend(Backend):
     ) -> torch.Tensor:
         return kernels().multiply_grouped(rows, stack, tiles, is_sorted)
 
-    def norm(
-        self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: Norm, gate: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return kernels().norm(rows, weight, epsilon, kind, gate)
+    def norm(self, *arguments: Any) -> torch.Tensor:
+        return kernels().norm(*arguments)
 
-    def rotate(
-        self, queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: Rotary
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels().rotate(queries, keys, cos, sin, kind)
+    def rotate(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernels().rotate(*arguments)
 
-    def gate(self, gates: torch.Tensor, ups: torch.Tensor, activation: str) -> torch.Tensor:
-        return kernels().gate(gates, ups, activation)
+    def gate(self, *arguments: Any) -> torch.Tensor:
+        return kernels().gate(*arguments)
 
     def attend(
         self, chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from types import FunctionType, MethodType
 from typing import Any
@@ -85,11 +85,11 @@ def _fuse_norm(module: Any, backend: Backend) -> None:
     """Replace a module that has rows, or rows and gates, as input; a row is as large as its weights."""
     weights = {name: _random(*p.shape) for name, p in module.named_parameters() if p.numel() <= MOST_WEIGHTS}
     row = max((weight.shape for weight in weights.values()), key=len, default=torch.Size([WIDTH]))
-    if isinstance(module, NO_NORMS) or len(row) > 2 or len(weights) < len(module._parameters):
+    if isinstance(module, NO_NORMS) or len(row) > 2 or len(weights) < len([*module.parameters()]):
         return
     rows, gates = (_random(NUM_ROWS, *row, seed=seed) for seed in (1, 2))
     rows = (rows * torch.logspace(*SCALES, NUM_ROWS).view(-1, *(1 for _ in row))).to(TRIED)
-    for inputs in ((rows,), (rows, gates)):
+    for inputs in ((rows, gates), (rows,)):
         run = partial(_result, functional_call, module, weights, inputs)
         own = run()
         if isinstance(own, torch.Tensor) and own.shape == rows.shape:
@@ -146,10 +146,9 @@ def _fuse_rotation(module: Any, backend: Backend) -> None:
     if not isinstance(forward, FunctionType):
         return
     named: dict[str, Any] = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
-    ours = {name: _rotation(backend, function) for name, function in named.items() if _takes_tables(function)}
-    made = FunctionType(
-        forward.__code__, forward.__globals__ | ours, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+    ours = {name: partial(_turned, function, backend) for name, function in named.items() if _takes_tables(function)}
+    scope = forward.__globals__ | ours
+    made = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
     if ours:
         module.forward = MethodType(made, module)
@@ -160,36 +159,31 @@ def _takes_tables(function: Any) -> bool:
     return is_function and {"cos", "sin"} <= {*inspect.signature(function).parameters}
 
 
-def _rotation(backend: Backend, function: Forward) -> Forward:
-    """A function like one that turns queries and keys; what that computes is tried at the first call."""
-    known: dict[Any, Rotary | None] = {}
-
-    def rotate(queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any) -> Any:
-        kind = None
-        if not rest:
-            key = *((x.shape[-1], x.dtype) for x in (queries, keys, cos)), queries.dim(), cos.dim()
-            if key not in known:
-                known[key] = _rotary(function, queries, keys, cos)
-            kind = known[key]
-        if kind is None:
-            return function(queries, keys, cos, sin, *rest)
-        return backend.rotate(queries, keys, cos, sin, kind)
-
-    return rotate
+def _turned(
+    function: Forward,
+    backend: Backend,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *rest: Any,
+) -> Any:
+    """What the function returns, by the backend if it is one of its formulas."""
+    is_usual = not rest and (queries.dim(), cos.dim()) == (4, 3) and queries.shape[-1] == keys.shape[-1]
+    kind = _rotary(function, queries.shape[-1], queries.dtype, cos.shape[-1], cos.dtype) if is_usual else None
+    return function(queries, keys, cos, sin, *rest) if kind is None else backend.rotate(queries, keys, cos, sin, kind)
 
 
-def _rotary(function: Forward, queries: torch.Tensor, keys: torch.Tensor, table: torch.Tensor) -> Rotary | None:
-    """The function's kind for tensors of these types and last axes."""
-    likes, axes = (queries, keys, table, table), ((1, 3, NUM_ROWS), (1, 2, NUM_ROWS), (1, NUM_ROWS), (1, NUM_ROWS))
-    inputs = [
-        _random(*shape, like.shape[-1], seed=seed).to(like.dtype)
-        for seed, (like, shape) in enumerate(zip(likes, axes, strict=True))
-    ]
-    if [like.dim() for like in likes] != [numbers.dim() for numbers in inputs]:
-        return None
-    found = _result(function, *inputs)
+@cache
+def _rotary(
+    function: Forward, width: int, dtype: torch.dtype, table_width: int, table_dtype: torch.dtype
+) -> Rotary | None:
+    """The function's formula for heads and tables of these widths and types."""
+    heads = [_random(1, num, NUM_ROWS, width, seed=num).to(dtype) for num in (3, 2)]
+    tables = [_random(1, NUM_ROWS, table_width, seed=seed).to(table_dtype) for seed in (0, 1)]
+    found = _result(function, *heads, *tables)
     for kind in ROTARIES:
-        ours = _result(load("reference").rotate, *inputs, kind)
+        ours = _result(load("reference").rotate, *heads, *tables, kind)
         if found is not None and ours is not None and all(map(_same, found, ours)):
             return kind
     return None

@@ -18,6 +18,7 @@ from bough.model.batch.path_spans import Paths, tiles_of
 from bough.model.kv.session_kv import KVMemory, KVSlot
 from bough.model.loading.loading import Skeleton, bind_all
 from bough.model.running.device import working_on
+from bough.model.running.fused_parts import fuse_parts
 from bough.trees.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -194,6 +195,8 @@ class ResidentModel:
         self._backend = backend = backend_of(device)
         self._fused = backend.decoder(skeleton, is_int8) if backend.compiles(skeleton) else None
         if self._fused is None:
+            if backend.takes_any_rows:
+                fuse_parts(skeleton.model.get_decoder(), backend)
             with working_on(device):
                 bind_all(skeleton, device, stays_packed)
 
