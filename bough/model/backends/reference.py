@@ -116,7 +116,7 @@ def _from_down(matrix: Down) -> torch.Tensor:
 
 def _from_across(matrix: Across) -> torch.Tensor:
     words, zeros, scales = matrix
-    order = [0, 4, 1, 5, 2, 6, 3, 7]  # the nibble of each of a word's numbers
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], device=words.device)  # the nibble of each of a word's numbers
     integers, own_zeros = (_parts(numbers, 4, 2)[:, :, order].flatten(1) for numbers in (words, zeros))
     group = _groups(len(words), len(words) // len(scales), len(scales), None, words.device)
     return (integers - own_zeros[group]).float() * scales.float()[group]

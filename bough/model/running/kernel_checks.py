@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import groupby, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,14 +16,17 @@ from bough.model.architecture.latent import is_latent
 from bough.model.backend import ACTIVATIONS, Backend, Norm, Rotary, Table, computing_by
 from bough.model.batch.batch import Batch, Segment
 from bough.model.batch.state_steps import COMMITTED, StateSteps
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.kv.session_kv import KVMemory, KVShape, KVSlot
 from bough.model.loading.loading import Skeleton
+from bough.model.packed import Matrix
+from bough.model.quant.format import Dequantized, place_of
 from bough.model.running.fused_parts import NORMS, ROTARIES
 from bough.trees.tree import Tree
 
 NUM_ROWS, NUM_NODES = 256, 70  # rows of a check, and how many of them attend as one tree; the others are another
-# Rows whose bits must be the same without the others: 1, 8, 64, and a path of the tree, at several places.
-FEWER = ([0], [NUM_NODES, *range(7)], [*range(NUM_NODES, NUM_NODES + 24), *range(40)], [0, 1, 3, 7, 16, 34, 69])
+# Rows whose bits must be the same without the others: 1, 8, 64 and 22, which are parts of the trees, at several places.
+FEWER = ([0], [NUM_NODES, *range(7)], [*range(NUM_NODES, NUM_NODES + 24), *range(40)], [*range(20), 34, 69])
 MANY = 256  # outputs of a matrix: more of them are computed alike
 CONTEXT, WINDOW = 1100, 300  # keys before a tree, as attention divides long paths; and how many a row sees
 UNIT = 2.0**-24  # of rounding in float32
@@ -33,18 +36,19 @@ class Check(NamedTuple):
     """A kernel at one shape of a model."""
 
     name: str  # with shapes
-    sizes: Sequence[Sequence[int]]  # of its operands
+    operands: Sequence[Sequence[int] | Dequantized]  # their sizes, or the layout of a packed matrix
     num_by_row: int  # the first operands, which have NUM_ROWS rows
     call: Callable[..., torch.Tensor]  # its results for some rows by a backend: of this, the rows and the operands
-    error: float = 0.0  # limit, before results are rounded to the compute type; 0.0: operands are integers
+    # Limit before results are rounded, relative to their root mean square; 0.0: operands are integers, and sums exact.
+    error: float = 0.0
     is_shared: bool = True  # whether the backend to fall back to has the same kernel
 
     def run(self, backend: Backend, dtype: torch.dtype, device: torch.device) -> None:
         """Raises ArithmeticError for a wrong result, or what the kernel raises."""
         generator = torch.Generator().manual_seed(0)
-        operands = [_numbers(size, generator, self.error > 0).to(dtype).to(device) for size in self.sizes]
+        operands = [_operand(each, generator, self.error > 0, dtype, device) for each in self.operands]
 
-        def results(backend: Backend, operands: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
+        def results(backend: Backend, operands: Sequence[Matrix], rows: Sequence[int]) -> torch.Tensor:
             own = (_rows(numbers, rows) for numbers in operands[: self.num_by_row])
             return self.call(backend, rows, *own, *operands[self.num_by_row :])
 
@@ -53,9 +57,10 @@ class Check(NamedTuple):
             if not torch.equal(results(backend, operands, rows), _rows(found, rows)):
                 raise ArithmeticError(f"{len(rows)} rows have other bits than among {NUM_ROWS}")
         with computing_by("reference") as reference:
-            wanted = results(reference, [numbers.double() for numbers in operands], range(NUM_ROWS)).double()
+            wide = [reference.written_out(each, dtype).double() for each in operands]
+            wanted = results(reference, wide, range(NUM_ROWS)).double()
         rounding = wanted.abs() * (finfo(found.dtype).eps / 2 + 2 * UNIT)
-        excess = (found.double() - wanted).abs() - rounding - self.error
+        excess = (found.double() - wanted).abs() - rounding - self.error * wanted.square().mean().sqrt()
         if not bool((excess <= 2.0**-16).all()):  # which is not so for NaN either
             raise ArithmeticError(f"values are up to {float(excess.max()):.3g} further off than rounding")
 
@@ -65,18 +70,26 @@ def checks_of(skeleton: Skeleton) -> tuple[Check, ...]:
     return (*_products(skeleton), *_parts_of_rows(skeleton), *_attention(skeleton), *_recurrence(skeleton))
 
 
-def _numbers(size: Sequence[int], generator: torch.Generator, is_random: bool) -> torch.Tensor:
-    """Random numbers, or integers up to 8, of a matrix with a first row of ones."""
-    if is_random:
-        return torch.randn(tuple(size), generator=generator)
-    integers = torch.randint(-8, 9, tuple(size), generator=generator, dtype=torch.float32)
-    if len(size) == 2:
-        integers[0] = 1.0
-    return integers
+def _operand(
+    of: Sequence[int] | Dequantized,
+    generator: torch.Generator,
+    is_random: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Matrix:
+    """A packed matrix, random numbers, or integers up to 8, of a matrix with a first row of ones."""
+    if isinstance(of, Dequantized):
+        return of.packed([part.to(device) for part in of.random(np.random.default_rng(0))])
+    size = tuple(of)
+    numbers = torch.randn(size, generator=generator) if is_random else torch.randint(-8, 9, size, generator=generator)
+    if len(size) == 2 and not is_random:
+        numbers[0] = 1
+    return numbers.to(dtype).to(device)
 
 
-def _rows(numbers: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    return numbers[torch.tensor(rows).to(numbers.device)]
+def _rows(numbers: Any, rows: Sequence[int]) -> torch.Tensor:
+    own: torch.Tensor = numbers[torch.tensor(rows).to(numbers.device)]
+    return own
 
 
 def _products(skeleton: Skeleton) -> Iterator[Check]:
@@ -88,11 +101,45 @@ def _products(skeleton: Skeleton) -> Iterator[Check]:
         sizes = ((NUM_ROWS, inputs), (outputs, inputs), *([(outputs,)] if has_bias else []))
         name = f"product of {inputs} inputs, {outputs} outputs{' with bias' if has_bias else ''}"
         yield Check(f"{name}, integers", sizes, 1, _multiplied, is_shared=False)
-        yield Check(name, sizes, 1, _multiplied, 8 * inputs**1.5 * UNIT, is_shared=False)
+        yield Check(name, sizes, 1, _multiplied, 8 * inputs * UNIT, is_shared=False)
+    slots = (*skeleton.resident_slots, *(slot for layer in skeleton.layer_slots for slot in layer))
+    packed = [_few_outputs(x.source) for x in slots if isinstance(x.source, Dequantized) and x.source.is_packed]
+    for source in dict.fromkeys(packed):
+        outputs, inputs = source.shape
+        name = f"product of {inputs} inputs, {outputs} outputs in the layout {_layout(source)}"
+        yield Check(name, ((NUM_ROWS, inputs), source), 1, _multiplied, 8 * inputs * UNIT, is_shared=False)
 
 
-def _multiplied(backend: Backend, _: Sequence[int], *operands: torch.Tensor) -> torch.Tensor:
-    return backend.linear(*operands) if backend.name == "reference" else backend.multiply(*operands)
+def _few_outputs(source: Dequantized) -> Dequantized:
+    """The layout of a matrix of no file, if possible with few outputs."""
+    whole, axis, parts = source.shape[0], -1 if source.is_transposed else 0, dict[str, TensorPlace]()
+    outputs = MANY if whole % MANY == 0 else whole
+    for field in fields(source):
+        if isinstance(place := getattr(source, field.name), TensorPlace):
+            shape = list(place.shape)
+            if field.name != "groups" and shape and shape[axis] * outputs % whole == 0:
+                shape[axis] = shape[axis] * outputs // whole
+            parts[field.name] = place_of(place.dtype, *shape)
+    return replace(source, **parts)
+
+
+def _layout(source: Dequantized) -> str:
+    values = (getattr(source, field.name) for field in fields(source))
+    return f"{type(source).__name__} {[value for value in values if not isinstance(value, TensorPlace)]}"
+
+
+def _multiplied(
+    backend: Backend, _: Sequence[int], rows: torch.Tensor, matrix: Any, *bias: torch.Tensor
+) -> torch.Tensor:
+    if backend.name == "reference":
+        return backend.linear(rows, matrix, *bias)
+    out = backend.multiply(rows, matrix, *bias)
+    if not isinstance(matrix, torch.Tensor):
+        with computing_by("reference") as reference:
+            plain = reference.written_out(matrix, rows.dtype)
+        if not torch.equal(out, backend.multiply(rows, plain, *bias)):
+            raise ArithmeticError("products with packed weights have other bits than with these written out")
+    return out
 
 
 def _parts_of_rows(skeleton: Skeleton) -> Iterator[Check]:
@@ -133,7 +180,7 @@ def _recurrence(skeleton: Skeleton) -> Iterator[Check]:
     if (shape := skeleton.kv_shape().states) is not None:
         sizes = (NUM_ROWS, shape.num_inputs), (NUM_ROWS, shape.num_heads), (NUM_ROWS, shape.num_heads), shape.size
         call = partial(_recurred, shape.num_key_heads)
-        yield Check(f"recurrence of {shape.num_key_heads} key heads, {sizes}", sizes, 3, call, 2.0**-13)
+        yield Check(f"recurrence of {shape.num_key_heads} key heads, {sizes}", sizes, 3, call, 2.0**-10)
 
 
 def _recurred(num_key_heads: int, backend: Backend, rows: Sequence[int], *operands: torch.Tensor) -> torch.Tensor:
@@ -162,7 +209,7 @@ def _attention(skeleton: Skeleton) -> Iterator[Check]:
         name = f"attention of {heads} heads of {width} to {shape.num_kv_heads}, scale, window, softcap, sinks {rules}"
         sizes = (*by_row, *own.sizes(CONTEXT + 2 * NUM_ROWS))
         yield Check(f"{name}, queries 0", sizes, 3, partial(_attended, own, rules, 0.0))
-        yield Check(name, sizes, 3, partial(_attended, own, rules, 1.0), 64 * width * UNIT)
+        yield Check(name, sizes, 3, partial(_attended, own, rules, 1.0), 256 * width * UNIT)
 
 
 def _attended(

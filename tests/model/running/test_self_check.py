@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,13 +20,16 @@ from bough.model.backend import REFERENCE_NOTE, RUNGS, backend_of, choose_backen
 from bough.model.backends.triton import TritonBackend
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import Skeleton, build_skeleton
+from bough.model.quant.format import Dequantized
+from bough.model.quant.formats import SAMPLES
 from bough.model.running import kernel_checks, self_check
 from bough.model.running.device import working_on
-from bough.model.running.kernel_checks import Check, checks_of
+from bough.model.running.kernel_checks import Check, _few_outputs, checks_of
 from bough.model.running.self_check import backend_notes, checked_backend
 from loadtest.common.tiny_model import save_model
 from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.model.families import FAMILIES, of_two_layers
+from tests.fakes.model.packed_files import packed_as
 from tests.fakes.models import CPU
 from tests.fakes.tiers import long_but
 
@@ -34,9 +38,9 @@ GPU = torch.device("cuda", 0)
 CARD = "NVIDIA L40 (8, 9), the driver is of CUDA 13.0"
 
 
-def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def multiply(rows: torch.Tensor, matrix: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A product whose bits do not depend on the order of its sums."""
-    out = rows.double() @ matrix.double().t()
+    out = rows.double() @ backend_of(device()).written_out(matrix, rows.dtype).double().t()
     return (out if bias is None else out + bias.double()).to(rows.dtype)
 
 
@@ -177,6 +181,42 @@ def test_right_kernels_of_every_family_pass(family: str, tmp_path: Path) -> None
     for check in checks_of(skeleton):
         with computing_by("triton") as backend, working_on(device()), torch.inference_mode():
             check.run(backend, skeleton.dtype, device())
+
+
+PACKINGS = [("awq", 4), ("gptq, unordered", 8), ("FP8, blocks", 8), ("compressed-tensors", 4)]
+
+
+@pytest.mark.parametrize(("method", "bits"), PACKINGS)
+def test_products_with_packed_weights_are_checked(method: str, bits: int, tiny: Path, tmp_path: Path) -> None:
+    skeleton = build_skeleton(Checkpoint.open(packed_as(method, tiny, tmp_path / "packed", bits)), torch.bfloat16)
+    checks = [check for check in checks_of(skeleton) if isinstance(check.operands[-1], Dequantized)]
+    assert {check.operands[-1].shape for check in checks} == {(64, 64), (32, 64), (96, 64), (64, 96)}
+    for check in checks:
+        with computing_by("triton") as backend, working_on(device()), torch.inference_mode():
+            check.run(backend, skeleton.dtype, device())
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_check_takes_few_outputs_of_a_large_packed_matrix(name: str) -> None:
+    """Of the same layout, so that its tensors fit together."""
+    few = _few_outputs(SAMPLES[name](1024, 512))
+    assert few.shape == (256, 512)
+    matrix = few.packed(few.random(np.random.default_rng(0)))
+    assert load("cpu").written_out(matrix, torch.float32).isfinite().all()
+
+
+def test_weights_unpacked_to_other_bits_are_noticed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other_bits(rows: torch.Tensor, matrix: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = multiply(rows, matrix, bias)
+        return out if isinstance(matrix, torch.Tensor) else torch.nextafter(out, out * 2)
+
+    skeleton = build_skeleton(Checkpoint.open(packed_as("awq", tiny, tmp_path / "packed", 4)), torch.bfloat16)
+    monkeypatch.setattr(TritonBackend, "multiply", staticmethod(other_bits))
+    monkeypatch.setattr(kernel_checks, "_attention", lambda *_: ())
+    assert checked_backend("auto", [device()], skeleton).name == "cublas"
+    assert "in the layout Awq" in next(backend_notes(device()))
 
 
 def test_kernels_that_pass_are_checked_once(skeleton: Skeleton, num_checks: list[str]) -> None:
