@@ -19,14 +19,13 @@ import simpy
 from bough.errors import BoughError, Exhausted, Preempted, PrefixMissing
 from bough.model.kv.arena import Arena
 from bough.model.sizes.target_limits import TargetLimits
-from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import Speculation
 from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, GrowResult, Timings, VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import TokenHistory
 from bough.protocol.sampling_params import SamplingParams
-from bough.simulation.profile import ROW_BYTES, Factors, Profile, SweepSeconds, TargetProfile
+from bough.simulation.profile import ROW_BYTES, Factors, Profile, SweepSeconds
 from bough.sizing.sweep_times import SweepTimes
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, TreePlan
@@ -170,7 +169,7 @@ class Target:
         self._world, self._profile = world, profile
         limits = TargetLimits(profile.row_step, profile.max_sweep_rows, profile.max_nodes, profile.max_context)
         self.pool = SlotPool(Arena(profile.kv_tokens, ROW_BYTES), LEASE_SECONDS, lambda: world.env.now, limits.kv_step)
-        self._sweeps = SharedSweeps(self.pool, limits, _times_known_of(profile), profile.chunk_rows, gather)
+        self._sweeps = SharedSweeps(self.pool, limits, profile.known_times(PRIOR_ERROR), profile.chunk_rows, gather)
         self._delay = self._sweeps.delay
         self._texts: dict[ScopedId, tuple[Session, float]] = {}  # by session: of the call in flight, and when it came
         self._arrived: list[tuple[Session, VerifyCall, simpy.Event]] = []
@@ -248,7 +247,8 @@ class Target:
         rows = sum(part.num_tokens for part in parts)
         seconds = target.sweep(rows, world.factors(), world.random)
         yield world.env.timeout(seconds.total)
-        self._sweeps.observe_times(rows, seconds.total, seconds.waited, round(target.link_seconds_of(rows) * SECOND))
+        num_bytes, ratio = round(target.link_seconds_of(rows) * SECOND), target.expert_ratio(rows)
+        self._sweeps.observe_times(rows, seconds.total, seconds.waited, num_bytes, ratio)
         now = world.env.now
         self.sweeps.append(SweepRecord(now, seconds, rows, len(parts)))
         share = SweepShare.of(parts, self._sweeps.cost)
@@ -428,13 +428,3 @@ def _pass_on(done: simpy.Event, future: Future[VerifyResult]) -> None:
         done.succeed(future.result())
     except BoughError as exc:
         done.fail(exc)
-
-
-def _times_known_of(profile: TargetProfile) -> SweepTimes:
-    """A target's estimate of its sweep times before the first sweep, with an error."""
-    rows = (profile.row_step, *(num for num in (8, 64, 256) if profile.row_step < num <= profile.max_sweep_rows))
-    seconds = tuple(max(1e-6, PRIOR_ERROR * profile.compute_seconds(num)) for num in rows)
-    link = profile.link_seconds_of(1)
-    curve = CostCurve(rows, seconds, profile.row_step)
-    known = curve, round(link * SECOND), PRIOR_ERROR * link, profile.volume()
-    return SweepTimes(profile.row_step, profile.max_sweep_rows, *known)

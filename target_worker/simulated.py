@@ -15,7 +15,6 @@ from bough.grammar.allowed_tokens import AllowedTokens, Grammars
 from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.model.sizes.target_limits import TargetLimits
-from bough.protocol.cost_curve import CostCurve
 from bough.protocol.generation import WorkerInfo
 from bough.protocol.messages import Timings, Verdict
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
@@ -27,7 +26,7 @@ from bough.simulation.reading import refusal
 from bough.simulation.text_model import TextModel
 from bough.simulation.true_text import TrueText, text_seed
 from bough.sizing.row_counts import RowCounts
-from bough.sizing.sweep_times import LEAST_SECONDS, SweepTimes
+from bough.sizing.sweep_times import SweepTimes
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.engine import SweepEngine
@@ -35,7 +34,7 @@ from target_worker.scheduler.job import Swept, VerifyJob
 from target_worker.service import ServedTarget
 from target_worker.verification.verify import walk
 
-PRIOR_ROWS = (1, 8, 64, 256, 1024)  # row counts of the cost curve that is reported before the first sweep
+COUNTED_EXPERTS = 1000  # that one row is reported to choose, in all layers together
 
 
 class SimulatedSweeper:
@@ -63,6 +62,8 @@ class SimulatedSweeper:
             link_bytes=target.link_bytes(num_rows),
             num_passes=1,
             link_ideal_ns=self._clock.real_ns(target.link_seconds_of(num_rows)),
+            num_experts=round(target.expert_ratio(num_rows) * COUNTED_EXPERTS),
+            row_experts=COUNTED_EXPERTS if target.experts is not None else 0,
         )
 
         def verdict_on(job: VerifyJob) -> Verdict:
@@ -73,13 +74,8 @@ class SimulatedSweeper:
         return Swept(timings, verdict_on)
 
     def warm_up(self, slot: Slot, most_rows: int) -> SweepTimes:
-        """The profile's cost curve, without jitter and events; there is nothing to prepare."""
-        target = self._pair.profile.target
-        rows = (self.rows.step, *(size for size in PRIOR_ROWS if size > self.rows.step))
-        seconds = (self._clock.real_seconds(target.compute_seconds(size) + target.overhead_seconds) for size in rows)
-        curve = CostCurve(rows, tuple(max(LEAST_SECONDS, each) for each in seconds), self.rows.step)
-        link = self._clock.real_seconds(target.link_seconds_of(1))
-        return SweepTimes(self.rows.step, most_rows, curve, target.link_bytes(1), link, target.volume())
+        """The profile's times, without jitter and events; there is nothing to prepare."""
+        return self._pair.profile.target.known_times(self._clock.real_seconds(1.0))
 
 
 def verdict_by(model: TextModel, job: VerifyJob, allowed: AllowedTokens | None = None) -> Verdict:

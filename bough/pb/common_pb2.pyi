@@ -144,7 +144,7 @@ class Context(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., context_start: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("total_ns", "queue_ns", "wait_ns", "compute_ns", "link_ns", "link_bytes", "num_passes", "link_ideal_ns")
+    __slots__ = ("total_ns", "queue_ns", "wait_ns", "compute_ns", "link_ns", "link_bytes", "num_passes", "link_ideal_ns", "num_experts", "row_experts")
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     WAIT_NS_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,8 @@ class Timings(_message.Message):
     LINK_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_PASSES_FIELD_NUMBER: _ClassVar[int]
     LINK_IDEAL_NS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    ROW_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     total_ns: int
     queue_ns: int
     wait_ns: int
@@ -161,7 +163,9 @@ class Timings(_message.Message):
     link_bytes: int
     num_passes: int
     link_ideal_ns: int
-    def __init__(self, total_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., link_bytes: _Optional[int] = ..., num_passes: _Optional[int] = ..., link_ideal_ns: _Optional[int] = ...) -> None: ...
+    num_experts: int
+    row_experts: int
+    def __init__(self, total_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., link_bytes: _Optional[int] = ..., num_passes: _Optional[int] = ..., link_ideal_ns: _Optional[int] = ..., num_experts: _Optional[int] = ..., row_experts: _Optional[int] = ...) -> None: ...
 
 class CostCurve(_message.Message):
     __slots__ = ("rows", "seconds", "step")

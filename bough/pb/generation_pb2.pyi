@@ -402,7 +402,7 @@ class RoundSeconds(_message.Message):
     def __init__(self, draft: _Optional[float] = ..., network: _Optional[float] = ..., queue: _Optional[float] = ..., sweep: _Optional[float] = ..., other: _Optional[float] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("number", "mode", "draft_id", "budget", "width", "depth", "price", "min_gain", "draft_rate", "plain_rate", "best_nodes", "num_context", "num_grown", "num_sent", "num_left_out", "num_steps", "num_rows", "expected_tokens", "tokens", "expected", "seconds")
+    __slots__ = ("number", "mode", "draft_id", "budget", "width", "depth", "price", "min_gain", "draft_rate", "plain_rate", "best_nodes", "num_context", "num_grown", "num_sent", "num_left_out", "num_steps", "num_rows", "expected_tokens", "tokens", "expected", "seconds", "plain_sweep", "expected_expert_ratio", "expert_ratio")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -424,6 +424,9 @@ class Decision(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_SWEEP_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_EXPERT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_RATIO_FIELD_NUMBER: _ClassVar[int]
     number: int
     mode: str
     draft_id: str
@@ -445,7 +448,10 @@ class Decision(_message.Message):
     tokens: int
     expected: RoundSeconds
     seconds: RoundSeconds
-    def __init__(self, number: _Optional[int] = ..., mode: _Optional[str] = ..., draft_id: _Optional[str] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., price: _Optional[float] = ..., min_gain: _Optional[float] = ..., draft_rate: _Optional[float] = ..., plain_rate: _Optional[float] = ..., best_nodes: _Optional[int] = ..., num_context: _Optional[int] = ..., num_grown: _Optional[int] = ..., num_sent: _Optional[int] = ..., num_left_out: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., tokens: _Optional[int] = ..., expected: _Optional[_Union[RoundSeconds, _Mapping]] = ..., seconds: _Optional[_Union[RoundSeconds, _Mapping]] = ...) -> None: ...
+    plain_sweep: float
+    expected_expert_ratio: float
+    expert_ratio: float
+    def __init__(self, number: _Optional[int] = ..., mode: _Optional[str] = ..., draft_id: _Optional[str] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., price: _Optional[float] = ..., min_gain: _Optional[float] = ..., draft_rate: _Optional[float] = ..., plain_rate: _Optional[float] = ..., best_nodes: _Optional[int] = ..., num_context: _Optional[int] = ..., num_grown: _Optional[int] = ..., num_sent: _Optional[int] = ..., num_left_out: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., tokens: _Optional[int] = ..., expected: _Optional[_Union[RoundSeconds, _Mapping]] = ..., seconds: _Optional[_Union[RoundSeconds, _Mapping]] = ..., plain_sweep: _Optional[float] = ..., expected_expert_ratio: _Optional[float] = ..., expert_ratio: _Optional[float] = ...) -> None: ...
 
 class Decisions(_message.Message):
     __slots__ = ("decisions",)

@@ -38,7 +38,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., max_length: _Optional[int] = ..., caller: _Optional[str] = ..., num_running: _Optional[int] = ..., worker_id: _Optional[str] = ..., may_leave_out: _Optional[bool] = ..., reserves: _Optional[bool] = ..., is_given: _Optional[bool] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
-    __slots__ = ("accepted_nodes", "bonus_token", "logprobs", "held_length", "timings", "cached_length", "left_out_nodes", "cost", "num_rows", "num_trees")
+    __slots__ = ("accepted_nodes", "bonus_token", "logprobs", "held_length", "timings", "cached_length", "left_out_nodes", "cost", "num_rows", "num_trees", "expected_expert_ratio")
     ACCEPTED_NODES_FIELD_NUMBER: _ClassVar[int]
     BONUS_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class VerifyReply(_message.Message):
     COST_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_TREES_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_EXPERT_RATIO_FIELD_NUMBER: _ClassVar[int]
     accepted_nodes: _containers.RepeatedScalarFieldContainer[int]
     bonus_token: int
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
@@ -59,4 +60,5 @@ class VerifyReply(_message.Message):
     cost: _common_pb2.CostCurve
     num_rows: int
     num_trees: int
-    def __init__(self, accepted_nodes: _Optional[_Iterable[int]] = ..., bonus_token: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., held_length: _Optional[int] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., cached_length: _Optional[int] = ..., left_out_nodes: _Optional[_Iterable[int]] = ..., cost: _Optional[_Union[_common_pb2.CostCurve, _Mapping]] = ..., num_rows: _Optional[int] = ..., num_trees: _Optional[int] = ...) -> None: ...
+    expected_expert_ratio: float
+    def __init__(self, accepted_nodes: _Optional[_Iterable[int]] = ..., bonus_token: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., held_length: _Optional[int] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., cached_length: _Optional[int] = ..., left_out_nodes: _Optional[_Iterable[int]] = ..., cost: _Optional[_Union[_common_pb2.CostCurve, _Mapping]] = ..., num_rows: _Optional[int] = ..., num_trees: _Optional[int] = ..., expected_expert_ratio: _Optional[float] = ...) -> None: ...

@@ -87,6 +87,9 @@ class Decision:
     tokens: int = 0
     expected: RoundSeconds = field(default_factory=RoundSeconds)
     seconds: RoundSeconds = field(default_factory=RoundSeconds)
+    plain_sweep: float = 0.0  # expected seconds of a sweep without a tree
+    expected_expert_ratio: float = 0.0  # distinct experts of the sweep's rows over those of one row; 0 is unknown
+    expert_ratio: float = 0.0  # as counted; 0 if they were not
 
     @property
     def is_predicted(self) -> bool:

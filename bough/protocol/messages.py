@@ -51,6 +51,13 @@ class Timings:
     link_bytes: int = 0
     num_passes: int = 0  # sweeps or draft steps
     link_ideal_ns: int = 0  # link_bytes at the best speed measured
+    num_experts: int = 0  # distinct ones that rows chose, in all layers together, as far as the host learns of them
+    row_experts: int = 0  # that one row chooses in these layers
+
+    @property
+    def expert_ratio(self) -> float:
+        """Distinct experts over those of one row; 0 if none were counted."""
+        return self.num_experts / self.row_experts if self.row_experts else 0.0
 
     def __add__(self, other: Timings) -> Timings:
         return Timings(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -123,3 +130,4 @@ class VerifyResult:
     cost: CostCurve | None = None  # seconds of a sweep by its rows, all sessions together
     num_rows: int = 0  # rows of the sweep that verified the tree
     num_trees: int = 0  # trees in that sweep
+    expected_expert_ratio: float = 0.0  # of that sweep, before it; 0 without experts

@@ -19,7 +19,8 @@ from bough.errors import ConfigError
 from bough.protocol.cost_curve import CostCurve
 from bough.simulation.acceptance_model import AcceptanceModel, read_acceptance_model
 from bough.simulation.reading import Count, Curve, Number, Positive, as_written, read_text, refusal
-from bough.sizing.sweep_times import expert_volume
+from bough.sizing.distinct_experts import Mixture, distinct_share
+from bough.sizing.sweep_times import LEAST_SECONDS, SweepTimes
 
 Jitter = Annotated[float, Field(ge=0, le=2)]  # relative standard deviation, lognormal with mean 1
 Factor = Annotated[float, Field(ge=0, le=1000)]
@@ -37,6 +38,7 @@ class Factors(NamedTuple):
 UNCHANGED = Factors()
 CHUNK_ROWS = 64  # rows of a target that are computed together, rounded up to the row step
 ROW_BYTES = 320 * 1024  # KV bytes of a token, as of a 70B model; reported, but never allocated
+PRIOR_ROWS = (1, 8, 64, 256, 1024)  # of the cost curve before the first sweep
 LINK_BYTES = 1000**3  # bytes that the link is reported to carry in a second
 
 
@@ -56,10 +58,11 @@ class Experts:
     miss_seconds: Number  # to read all experts that are not in memory
     num_experts: Count  # in a layer
     experts_per_token: Count
+    overlap: Annotated[float, Field(ge=0, lt=1)] = 0.0  # correlation of two rows' choices
 
-    def seconds(self, num_rows: int) -> float:
-        """Seconds to read the experts that `num_rows` rows choose independently."""
-        return self.miss_seconds * (1 - (1 - self.experts_per_token / self.num_experts) ** num_rows)
+    def share(self, num_rows: int) -> float:
+        """Share of the experts that `num_rows` rows choose together."""
+        return float(distinct_share(self.experts_per_token / self.num_experts, num_rows, self.overlap))
 
 
 @as_written
@@ -86,7 +89,12 @@ class TargetProfile:
 
     def link_seconds_of(self, num_rows: int) -> float:
         """Link seconds: weights of each sweep, and the experts that its rows choose."""
-        return self.link_seconds + (self.experts.seconds(num_rows) if self.experts else 0.0)
+        experts = self.experts
+        return self.link_seconds + (experts.miss_seconds * experts.share(num_rows) if experts else 0.0)
+
+    def expert_ratio(self, num_rows: int) -> float:
+        """Distinct experts of `num_rows` rows over those of one; 0 without experts."""
+        return self.experts.share(num_rows) / self.experts.share(1) if self.experts else 0.0
 
     def compute_seconds(self, num_rows: int) -> float:
         """Compute seconds of the padded rows; never decreases with rows."""
@@ -117,13 +125,17 @@ class TargetProfile:
         """Bytes that a sweep of `num_rows` rows is reported to bring across the link."""
         return round(LINK_BYTES * self.link_seconds_of(num_rows))
 
-    def volume(self) -> CostCurve | None:
-        """Bytes by number of rows if rows choose experts; None otherwise."""
-        experts = self.experts
-        if experts is None:
-            return None
-        fixed, chosen = (round(LINK_BYTES * seconds) for seconds in (self.link_seconds, experts.miss_seconds))
-        return expert_volume(fixed, chosen, experts.experts_per_token / experts.num_experts, self.max_sweep_rows)
+    def known_times(self, factor: float) -> SweepTimes:
+        """What is known of sweeps before the first one: times without jitter, multiplied by `factor`."""
+        experts, step = self.experts, self.row_step if self.experts is None else 1  # padding chooses no experts
+        rows = (step, *(size for size in PRIOR_ROWS if step < size <= self.max_sweep_rows))
+        seconds = (factor * (self.compute_seconds(size) + self.overhead_seconds) for size in rows)
+        curve = CostCurve(rows, tuple(max(LEAST_SECONDS, each) for each in seconds), step)
+        mixture, link = None, (self.link_bytes(1), factor * self.link_seconds_of(1))
+        if experts is not None:
+            num_bytes = (round(LINK_BYTES * seconds) for seconds in (self.link_seconds, experts.miss_seconds))
+            mixture = Mixture(experts.num_experts, experts.experts_per_token, *num_bytes)
+        return SweepTimes(step, self.max_sweep_rows, curve, *link, mixture)
 
 
 @as_written

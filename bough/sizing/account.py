@@ -13,6 +13,16 @@ PART_NAMES = tuple(part.name for part in fields(RoundSeconds))
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertAccount:
+    """Means over the predicted rounds with a tree and counted experts, which are in multiples of one row's."""
+
+    num_rows: float  # of a sweep
+    expected: float  # distinct experts
+    chosen: float
+    sweep_growth: float  # expected seconds of these sweeps over those without a tree
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """A summary of a session's rounds. A bias is expected over real, minus 1: 0.1 means 10 % too high."""
 
@@ -26,6 +36,7 @@ class Account:
     seconds_bias: float | None
     expected: RoundSeconds  # means over the predicted rounds
     real: RoundSeconds
+    experts: ExpertAccount | None  # None if the sweeps chose no experts, or they were not counted
     rate: float  # tokens per second, over rounds with a known plain rate, or else over all
     plain_rate: float | None  # expected tokens per second without a draft, for the same tokens; None if unknown
 
@@ -49,9 +60,24 @@ def account(decisions: Sequence[Decision]) -> Account:
         seconds_bias=_bias(predicted, lambda each: each.expected.total, lambda each: each.seconds.total),
         expected=_mean_parts([decision.expected for decision in predicted]),
         real=_mean_parts([decision.seconds for decision in predicted]),
+        experts=_experts(predicted),
         rate=ratio(num_tokens, sum(each.seconds.total for each in compared)),
         plain_rate=num_tokens / plain_seconds if plain_seconds else None,
     )
+
+
+def _experts(predicted: Sequence[Decision]) -> ExpertAccount | None:
+    counted = [
+        decision for decision in predicted if decision.expert_ratio and decision.num_sent > 1 and decision.plain_sweep
+    ]
+    if not counted:
+        return None
+    rows, expected, chosen = (
+        sum(getattr(each, name) for each in counted) / len(counted)
+        for name in ("num_rows", "expected_expert_ratio", "expert_ratio")
+    )
+    growth = sum(each.expected.sweep for each in counted) / sum(each.plain_sweep for each in counted)
+    return ExpertAccount(rows, expected, chosen, growth)
 
 
 def _plain_rate(decision: Decision, following: Decision) -> float:

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from bough.sizing.distinct_experts import distinct_share
 from bough.sizing.placement import Budgets, Placement, Tier
 from bough.sizing.row_counts import RowCounts
 
@@ -42,7 +43,7 @@ class ExpertWork:
 
     def share(self, num_tokens: int) -> float:
         """The expected share of a layer's experts that `num_tokens` rows choose together."""
-        return 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
+        return float(distinct_share(self.num_chosen / self.num_experts, num_tokens))
 
     def flops(self, num_tokens: int) -> float:
         """A lower bound: experts chosen by few rows cost `least_rows` rows, and further padding is not counted."""

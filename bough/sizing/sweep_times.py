@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bough.protocol.cost_curve import MAX_SECONDS, CostCurve
+from bough.sizing.distinct_experts import ASSUMED_PARTS, DistinctExperts, Mixture
 from bough.trees.acceptance import falling
 
 WAITED = 0.05  # share of a sweep spent waiting for weights above which the link was the bottleneck
@@ -62,6 +63,8 @@ class SweepTimes:
 
     Link time is the seconds of a byte, averaged over all sweeps, times the bytes of a sweep, which in a mixture of
     experts grow with its rows: the speed of the link is assumed not to depend on rows.
+
+    In a mixture the shapes of both, by rows, follow the number of distinct experts that rows choose.
     """
 
     def __init__(
@@ -71,36 +74,62 @@ class SweepTimes:
         compute: CostCurve | None = None,
         link_bytes: int = 0,
         link_seconds: float = 0.0,
-        volume: CostCurve | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         """Rows are padded to multiples of `step`, which is 1 if padding costs little, as in mixtures of experts.
 
         The others are known before: `compute` seconds by rows, whose scale the first sweeps correct; `link_bytes` that
         cross the link in each sweep, 0 if none or unknown, and the `link_seconds` that they take, until a sweep waits;
-        and as `volume` the shape of the bytes by rows, if rows choose the experts that cross the link.
+        and of a `mixture` how many experts rows choose, and their bytes.
         """
         self._step = step
         self._rows = grid(step, most_rows)
         self._compute = RowAverages(compute or ASSUMED, self._rows, is_given=compute is not None)
         has_link = link_bytes > 0 and link_seconds > 0
         num_bytes, seconds = (link_bytes, link_seconds) if has_link else (1, 1.0)
-        self._volume = RowAverages(volume or FLAT.scaled(num_bytes), self._rows, has_link)
+        self._volume = RowAverages(FLAT.scaled(num_bytes), self._rows, has_link)
         self._byte_seconds = RowAverages(FLAT.scaled(seconds / num_bytes), np.ones(1, np.int64))
         self._assumed = seconds / num_bytes if has_link else math.inf  # seconds of a byte, until a sweep has waited
+        self._experts = DistinctExperts(mixture, self._rows) if mixture is not None else None
+        self._has_parts = compute is None  # in a mixture: seconds of experts and rows are to be found
+        if self._experts is not None:
+            self._reshape(self._experts)
         self._fit: _FittedSweep | None = None
 
-    def observe(self, rows: int, total_seconds: float, wait_seconds: float = 0.0, link_bytes: int = 0) -> None:
+    def observe(
+        self,
+        rows: int,
+        total_seconds: float,
+        wait_seconds: float = 0.0,
+        link_bytes: int = 0,
+        expert_ratio: float = 0.0,
+    ) -> None:
         """Add a sweep, which waited `wait_seconds` of its time for weights; `link_bytes` crossed the link.
 
-        Draft steps that also compute context must not be observed.
+        `expert_ratio` is the number of distinct experts chosen over that of one row, 0 if unknown. Draft steps that
+        also compute context must not be observed.
         """
         if rows < 1 or total_seconds <= 0:
             return
         padded = -(-rows // self._step) * self._step
         self._compute.observe(padded, max(total_seconds - wait_seconds, LEAST_SECONDS))
         self._volume.observe(padded, max(1.0, link_bytes))
+        if self._experts is not None:
+            self._experts.observe(rows, expert_ratio)
+            self._reshape(self._experts)
         self._observe_link(total_seconds / self._volume.value(padded), wait_seconds > WAITED * total_seconds)
         self._fit = None
+
+    def expert_ratio(self, rows: int) -> float:
+        """Distinct experts that `rows` rows are expected to choose, over those of one; 0 if there are no experts."""
+        return float(self._experts.at(rows)) if self._experts is not None else 0.0
+
+    def _reshape(self, experts: DistinctExperts) -> None:
+        self._volume.reshape(experts.link_bytes())
+        if self._has_parts:
+            averages = self._compute.averages()
+            parts = experts.fitted_parts(*averages) if averages is not None else ASSUMED_PARTS
+            self._compute.reshape(np.maximum(LEAST_SECONDS, experts.seconds(parts)))
 
     def _observe_link(self, byte_seconds: float, has_waited: bool) -> None:
         known = self._byte_seconds
@@ -136,16 +165,6 @@ class SweepTimes:
 class _FittedSweep(NamedTuple):
     curve: CostCurve
     knee: float
-
-
-def expert_volume(fixed_bytes: int, expert_bytes: int, chosen_share: float, most_rows: int) -> CostCurve:
-    """A curve of bytes (in place of seconds) by rows: fixed bytes, and the experts that the rows choose together.
-
-    Each row chooses `chosen_share` of the experts independently; real choices overlap more.
-    """
-    rows = grid(1, most_rows)
-    num_bytes = fixed_bytes + expert_bytes * (1 - (1 - chosen_share) ** rows)
-    return CostCurve(tuple(rows.tolist()), tuple(np.maximum(1.0, num_bytes).tolist()))
 
 
 def grid(step: int, most_rows: int) -> NDArray[np.int64]:
@@ -237,7 +256,7 @@ class RowAverages:
     def __init__(self, shape: CostCurve, rows: NDArray[np.int64], is_given: bool = False) -> None:
         """`values` is for these ascending `rows`; with `is_given` the shape's scale counts as TRUST_GIVEN samples."""
         self._shape = shape
-        self._log_rows, self._shape_values = np.log(rows), seconds_at(shape, rows)
+        self._rows, self._log_rows, self._shape_values = rows, np.log(rows), seconds_at(shape, rows)
         self._of_shape = TRUST_GIVEN if is_given else 0.0
         self._anchor = 0.0  # log scale of the shape
         self._buckets: dict[int, _Bucket] = {}  # by log2 of rows, rounded up: kernels' tiles end at powers of two
@@ -249,6 +268,25 @@ class RowAverages:
     def is_known(self) -> bool:
         """Whether there is a sample or a given shape."""
         return bool(self._buckets or self._of_shape)
+
+    def averages(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]] | None:
+        """Mean rows, mean values and numbers of samples of the buckets, (num_buckets,) each; None without samples."""
+        if not self._buckets:
+            return None
+        buckets = self._buckets.values()
+        places, ratios = np.array([bucket.average for bucket in buckets]).T
+        sizes = np.array([float(len(bucket.samples)) for bucket in buckets])
+        return np.exp(places), np.exp(ratios) * self._at(places), sizes
+
+    def reshape(self, values: NDArray[np.float64]) -> None:
+        """Replace the shape by these (num_rows,) values at the `rows` given at creation; all samples stay."""
+        samples = [np.array(bucket.samples).T for bucket in self._buckets.values()]
+        logs = [np.log(self._at(places)) + ratios for places, ratios in samples]
+        self._shape, self._shape_values = CostCurve(tuple(self._rows.tolist()), tuple(values.tolist())), values
+        for bucket, (places, _), own in zip(self._buckets.values(), samples, logs, strict=True):
+            bucket.clear()
+            bucket.samples.extend(zip(places.tolist(), (own - np.log(self._at(places))).tolist(), strict=True))
+        self._fitted = None
 
     def observe(self, rows: int, value: float) -> None:
         """Add a sample; `value` must be above 0."""
@@ -311,6 +349,10 @@ class RowAverages:
             self._buckets[number].add(where, ratio)
         self._anchor += shift
         self._run.clear()
+
+    def _at(self, places: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The shape at these log rows."""
+        return np.asarray(np.interp(np.exp(places), self._shape.rows, self._shape.seconds))
 
     def _log_shape(self, where: float) -> float:
         return math.log(self._shape.unpadded(math.exp(where)))

@@ -95,8 +95,11 @@ def _sweep(model: StreamedModel, size: int, seed: int) -> tuple[torch.Tensor, fl
     return logits.cpu().clone(), time.perf_counter() - began, figures.link_bytes
 
 
-def save_mixture(folder: Path, layers: int, experts: int, chosen: int, seed: int) -> None:
-    """Write a mixture of experts with random bfloat16 weights; an expert has 3 MB."""
+def save_mixture(folder: Path, layers: int, experts: int, chosen: int, seed: int, num_topics: int = 0) -> None:
+    """Write a mixture of experts with random bfloat16 weights; an expert has 3 MB.
+
+    With topics, token t belongs to topic t % `num_topics`, and tokens of a topic choose similar experts.
+    """
     config = Qwen3MoeConfig(
         vocab_size=262,
         hidden_size=1024,
@@ -113,7 +116,13 @@ def save_mixture(folder: Path, layers: int, experts: int, chosen: int, seed: int
         initializer_range=0.05,  # makes the router's choices uneven
     )
     torch.manual_seed(seed)
-    save_weights(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if num_topics:
+        embeddings = model.get_input_embeddings().weight
+        topics = torch.randn(num_topics, config.hidden_size)[torch.arange(len(embeddings)) % num_topics]
+        with torch.no_grad():
+            embeddings.copy_(topics + torch.randn_like(topics))
+    save_weights(model, folder)
     save_tokenizer(folder)
 
 

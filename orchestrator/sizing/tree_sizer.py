@@ -159,6 +159,9 @@ class TreeSizer:
             pending.decision.draft_id = pending.situation.draft.worker_id if pending.situation.draft else ""
         decision, result = pending.decision, outcome.result
         decision.settle(outcome.timings, len(outcome.tokens), num_steps, len(result.left_out_nodes), result.num_rows)
+        if result.timings.num_passes == 1 and 1.0 <= result.expected_expert_ratio < math.inf:
+            decision.expected_expert_ratio = result.expected_expert_ratio
+            decision.expert_ratio = result.timings.expert_ratio
         if decision.mode is Mode.PROBE and decision.tokens > decision.plain_rate * decision.seconds.total:
             session.pair.probing.paid()
         return decision
@@ -248,7 +251,9 @@ class TreeSizer:
         decision.expected_tokens = pending.expected_tokens
         load = pending.load or self._times.load(pending.situation)
         if load is not None:
-            decision.expected.sweep = load.expected_sweep(num_sent) + self._times.beside_sweep(pending.situation)
+            beside = self._times.beside_sweep(pending.situation)
+            decision.expected.sweep = load.expected_sweep(num_sent) + beside
+            decision.plain_sweep = load.expected_sweep(1) + beside
 
     def _learn_guesses(self, session: SessionState, pending: _Pending, outcome: RoundOutcome) -> None:
         drafted, before, values = pending.drafted, pending.values, pending.grown_values

@@ -115,12 +115,18 @@ class SharedSweeps:
         return parts
 
     def observe_times(
-        self, num_rows: int, seconds: float, waited: float, link_bytes: int, num_in_flight: int = 1
+        self,
+        num_rows: int,
+        seconds: float,
+        waited: float,
+        link_bytes: int,
+        expert_ratio: float = 0.0,
+        num_in_flight: int = 1,
     ) -> None:
         """Learn from a sweep, of which so many seconds were waited for the link."""
         if num_in_flight > 1 and self.cost is not None and num_in_flight not in self._beside:
             self._beside[num_in_flight] = SweepTimes(self.cost.step, self._most_rows, self.cost)
-        self.times_of(num_in_flight).observe(num_rows, seconds, waited, link_bytes)
+        self.times_of(num_in_flight).observe(num_rows, seconds, waited, link_bytes, expert_ratio)
         self.cost = self.times.curve()
         self.delay.swept(seconds)
 
@@ -429,9 +435,11 @@ class SweepEngine:
     def _finish(self, sweep: Sweep, swept: Swept) -> None:
         times, number = swept.timings, self._in_flight.mean_number(sweep)
         seconds, waited = times.total_ns * NANO, times.wait_ns * NANO
-        self._sweeps.observe_times(sweep.num_tokens, seconds, waited, times.link_bytes, number)
+        expected, counted = self._sweeps.times.expert_ratio(sweep.num_tokens), times.expert_ratio
+        self._sweeps.observe_times(sweep.num_tokens, seconds, waited, times.link_bytes, counted, number)
         self._observe(len(sweep.parts), sweep.num_tokens, swept)
         share = SweepShare.of(sweep.parts, self._sweeps.times_of(number).curve(), swept.spans)
+        share = share._replace(expert_ratio=expected)
         for part in sweep.parts:
             if (job := part.job) not in self._calls:  # it was dropped while the sweep was in flight
                 continue

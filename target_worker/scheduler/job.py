@@ -33,6 +33,7 @@ class SweepShare(NamedTuple):
     num_trees: int
     cost: CostCurve | None  # of sweeps, this one included
     spans: Sequence[FinishedSpan] = ()  # parts of the sweep
+    expert_ratio: float = 0.0  # see Timings; expected before the sweep
 
     @classmethod
     def of(cls, parts: Sequence[Part[Any]], cost: CostCurve | None, spans: Sequence[FinishedSpan] = ()) -> SweepShare:
@@ -133,6 +134,7 @@ class VerifyJob:
             cost=share.cost,
             num_rows=share.num_rows,
             num_trees=share.num_trees,
+            expected_expert_ratio=share.expert_ratio,
         )
 
     def settle(self, outcome: VerifyResult | Exception) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from bough.errors import StreamError
 from bough.grammar.allowed_tokens import Grammars
-from bough.model.architecture.moe import has_own_products, routed_together, with_rows
+from bough.model.architecture.moe import counted_experts, has_own_products, routed_together, with_rows
 from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Chunk, Segment
 from bough.model.checkpoint.tensor_source import ReusedMemory
@@ -26,11 +26,12 @@ from bough.model.running.batch_invariance import describe, make_reproducible
 from bough.model.running.device import await_all, on_host, working_on
 from bough.model.running.host_embeddings import between_layers, embeddings_for_host, looked_up, split_slots
 from bough.model.sampling.sampler import require_numbers
-from bough.model.sizes.model_sizes import chosen_share
+from bough.model.sizes.model_sizes import expert_counts
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Timings, Verdict
+from bough.sizing.distinct_experts import Mixture
 from bough.sizing.row_counts import RowCounts
-from bough.sizing.sweep_times import SweepTimes, expert_volume
+from bough.sizing.sweep_times import SweepTimes
 from bough.trees.tree import Tree
 from target_worker.kv.kv_offload import KVHome
 from target_worker.link.layer_extents import MaterializedLayer
@@ -44,7 +45,6 @@ LayerAt = tuple[int, int]  # a layer's index, and the address of its slab
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
 NANO = 1e-9
-MOST_ROWS = 4096  # limit of rows in the curve of experts chosen
 SPEED_BYTES = 1000**3  # least bytes over which the link's speed is measured
 WARM_LAYERS = 2  # layers of the first pass of warm-up; layers of other kinds are compiled in the first sweep
 MOST_CACHED = 2048  # limit of cached layers' parameters: up to 20 KB each, outside the memory budget
@@ -116,6 +116,7 @@ class StreamedModel:
         self._held: torch.Tensor | None = None  # layer 0's slab, while warm-up measures that layer
         self._layer_seconds = 0.0  # of the last measured layer
         self.num_layers_begun = 0  # since the start
+        self._chosen: list[tuple[int, int]] = []  # by layer, distinct experts of the last pass and those of one row
         self.kv_bytes = 0  # keys and values that the last sweep copied between host and device
         self.best: torch.Tensor | None = None  # `best_tokens` of the last sweep; None on a CPU
         self._num_computed = len(tiers.layers)  # layers that a pass runs, from the first on; others return their input
@@ -221,25 +222,28 @@ class StreamedModel:
         try:
             logits = self._first_layers(slot, 1, min(WARM_LAYERS, num_layers))
             require_numbers(logits[0].cpu().double().numpy(), 0)
-            if self.tiers.experts is not None:  # padding rows would choose experts too, and loading them may take long
-                return SweepTimes(1, most_rows, volume=self._expert_volume())
-            self.tiers.restart()
-            with self.tiers.layer(0) as self._held:
-                compute = compute_curve(self._passes(slot), self.rows, slot.num_rows, self._stage.total)
+            mixture, compute = self._mixture(), None
+            if mixture is None:  # equal rows would choose the same experts, and loading them may take long
+                self.tiers.restart()
+                with self.tiers.layer(0) as self._held:
+                    compute = compute_curve(self._passes(slot), self.rows, slot.num_rows, self._stage.total)
         finally:
             self._held = None
             self.tiers.restart()
             self._figures = self.tiers.figures()
+        if self.tiers.experts is not None:  # what their bytes take is not known yet
+            return SweepTimes(1, most_rows, mixture=mixture)
         speed, num_bytes = self._best_speed.seen(self._figures), self.tiers.placement.link_bytes
         seconds = num_bytes / speed * NANO if speed else 0.0
-        return SweepTimes(compute.step, most_rows, compute, num_bytes, seconds)
+        return SweepTimes(compute.step if compute else 1, most_rows, compute, num_bytes, seconds, mixture)
 
-    def _expert_volume(self) -> CostCurve:
-        """Bytes over the link by rows, if rows choose experts independently."""
+    def _mixture(self) -> Mixture | None:
+        """The model's experts, and their bytes over the link; None without experts."""
+        if not any(map(has_own_products, self.skeleton.model.modules())):
+            return None
         placement = self.tiers.placement
         expert_bytes = max(0, placement.expert_bytes - placement.fixed.experts)
-        share = chosen_share(self.skeleton.config)
-        return expert_volume(placement.link_bytes - expert_bytes, expert_bytes, share, MOST_ROWS)
+        return Mixture(*expert_counts(self.skeleton.config), placement.link_bytes - expert_bytes, expert_bytes)
 
     def _first_layers(self, slot: Slot, num_rows: int, num_layers: int) -> torch.Tensor:
         """Logits of a root and its children after the first layers alone."""
@@ -269,7 +273,7 @@ class StreamedModel:
 
     def _pass(self, batch: Batch, model: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         kv = self._kv.sweep(batch) if self._num_computed else nullcontext(batch)
-        with working_on(self.device), kv as batch:
+        with working_on(self.device), counted_experts() as self._chosen, kv as batch:
             batch.send(self._others)
             self._moved.clear()
             return model(**inputs, position_ids=batch.position_ids, use_cache=False, batch=batch)
@@ -287,7 +291,8 @@ class StreamedModel:
         speed = self._best_speed.seen(self._figures)
         ideal_ns = round(link_bytes / speed) if speed else 0
         wait_ns = self._figures.wait_ns - before.wait_ns
-        return Timings(total_ns, 0, wait_ns, total_ns - wait_ns, link_ns, link_bytes, 1, ideal_ns)
+        chosen = map(sum, zip(*self._chosen, strict=True))
+        return Timings(total_ns, 0, wait_ns, total_ns - wait_ns, link_ns, link_bytes, 1, ideal_ns, *chosen)
 
     def _streamed(self, index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         is_mixture = any(map(has_own_products, self.skeleton.layers[index].modules()))

@@ -62,7 +62,10 @@ contexts = st.builds(
     tokens=st.lists(st.integers(0, VOCAB - 1)).map(tuple),
     prompt_length=st.integers(0, 1000),
 )
-timings = st.builds(m.Timings, *[st.integers(0, 2**40)] * 6, num_passes=st.integers(0, 99))
+counts = st.integers(0, 2**32 - 1)
+timings = st.builds(
+    m.Timings, *[st.integers(0, 2**40)] * 6, num_passes=st.integers(0, 99), num_experts=counts, row_experts=counts
+)
 logprobs = st.builds(
     PositionLogprobs,
     st.builds(TokenLogprob, st.integers(0, VOCAB), st.floats(-9, 0, width=32)),
@@ -127,7 +130,7 @@ def test_calls_round_trip_over_the_wire(context: m.Context, params: SamplingPara
 
 @given(timings, st.lists(logprobs, max_size=3).map(tuple))
 def test_results_round_trip_over_the_wire(times: m.Timings, positions: tuple[PositionLogprobs, ...]) -> None:
-    result = m.VerifyResult(m.Verdict((1, 2), 9, positions), 11, times, 5, (3, 5), COST, 40, 2)
+    result = m.VerifyResult(m.Verdict((1, 2), 9, positions), 11, times, 5, (3, 5), COST, 40, 2, 2.5)
     assert codec.verify_result_from_wire(codec.verify_result_to_wire(result)) == result
     grown = m.GrowResult(TREE, 3, times, 17, COST)
     assert codec.grow_result_from_wire(codec.grow_result_to_wire(grown)) == grown
@@ -253,6 +256,7 @@ def test_acceptance_round_trips_over_the_wire(
 def test_decisions_round_trip_over_the_wire() -> None:
     decision = Decision(3, Mode.PROBE, "draft-1", 4, 2, 2, 1.5, 0.25, 2.0, 1.75, 12, 30, 5, 4, 1, 2, 34, 1.5, 2)
     decision.expected, decision.seconds = RoundSeconds(1, 2, 3, 4, 5), RoundSeconds(0.5, 0.25, 0, 8, 16)
+    decision.plain_sweep, decision.expected_expert_ratio, decision.expert_ratio = 0.5, 2.5, 2.25
     message = generation_pb2.Decision(**to_fields(decision))
     assert read(message, Decision) == decision
     message.mode = "guess"

@@ -82,6 +82,20 @@ def test_experts_are_read_if_rows_choose_them() -> None:
     assert target.sweep_seconds(2) == pytest.approx(1 + 3.5)
 
 
+def test_rows_that_share_experts_read_fewer() -> None:
+    experts = {"miss_seconds": 8.0, "num_experts": 4, "experts_per_token": 1}
+    alone = parse_profile(changed("target.experts", experts)).target
+    shared = parse_profile(changed("target.experts", experts | {"overlap": 0.5})).target
+    assert shared.link_seconds_of(1) == alone.link_seconds_of(1)
+    assert (alone.expert_ratio(2), shared.expert_ratio(2)) == (pytest.approx(1.75), pytest.approx(1.375))
+    assert shared.link_seconds_of(2) == pytest.approx(1 + 2 * 1.375)
+    assert shared.link_seconds_of(100) < alone.link_seconds_of(100)
+    assert alone.known_times(1.0).expert_ratio(2) == shared.known_times(1.0).expert_ratio(2) == pytest.approx(1.75), (
+        "targets have to learn it"
+    )
+    assert parse_profile(json.dumps(GOOD)).target.expert_ratio(5) == 0.0
+
+
 def test_a_step_serves_all_rows_and_a_call_crosses_the_network_twice() -> None:
     profile = parse_profile(changed("network", {"one_way_seconds": 0.025}))
     assert profile.draft.step_seconds(20) == pytest.approx(0.03)
@@ -154,6 +168,11 @@ def test_jitter_keeps_the_mean_and_is_repeatable() -> None:
             "target.experts",
             {"miss_seconds": 1, "num_experts": 4, "experts_per_token": 5},
             "target.experts.experts_per_token: must be at most num_experts, 4, got 5",
+        ),
+        (
+            "target.experts",
+            {"miss_seconds": 1, "num_experts": 4, "experts_per_token": 1, "overlap": 1},
+            "target.experts.overlap: must be less than 1, got 1",
         ),
         ("target.jitter", 3, "target.jitter: must be less than or equal to 2, got 3"),
         ("target.jitter", float("nan"), "target.jitter: must be less than or equal to 2, got nan"),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.protocol.cost_curve import CostCurve
-from bough.sizing.sweep_times import SweepTimes, expert_volume
+from bough.sizing.sweep_times import SweepTimes
 
 MOST = 1024
 Rows = Callable[[np.random.Generator, int], int]
@@ -280,24 +280,3 @@ def test_draft_steps_are_learnt_by_their_rows() -> None:
     curve = check_curve(steps)
     for rows in (1, 2, 8, 16):
         assert curve(rows) == pytest.approx(0.01 + 0.0004 * rows, rel=0.06)
-
-
-def test_rows_are_expected_to_choose_experts_independently() -> None:
-    """Four of 64 experts a row: a row reads a sixteenth of them, many rows nearly all."""
-    volume = expert_volume(fixed_bytes=1000, expert_bytes=64_000, chosen_share=4 / 64, most_rows=512)
-    volume.validate("volume")
-    assert volume(1) == pytest.approx(1000 + 4000)
-    assert volume(2) == pytest.approx(1000 + 64_000 * (1 - (60 / 64) ** 2))
-    assert 64_900 < volume(256) <= 65_000
-
-
-def test_times_of_experts_are_predicted_for_sizes_without_samples() -> None:
-    """The shape of bytes is expected, and one sweep shows the link's speed: the other times follow."""
-    volume = expert_volume(1000, 64_000, 4 / 64, 512)
-    times = SweepTimes(1, 512, volume=volume)
-    for _ in range(4):
-        times.observe(16, 0.01 * volume(16), 0.009 * volume(16), round(volume(16)))
-    curve = times.curve()
-    assert curve is not None
-    assert curve(1) == pytest.approx(0.01 * volume(1), rel=0.1)
-    assert curve(64) == pytest.approx(0.01 * volume(64), rel=0.1)

@@ -77,7 +77,7 @@ class Column(NamedTuple):
 def table(decisions: Sequence[Decision]) -> Iterator[str]:
     """A heading and a line for each round; pairs are expected/real."""
     price = Column("lambda", 8, lambda each: f"{each.price:.3g}" if each.price else "-")
-    columns = [*_rounds(), *_parts(decisions), price]
+    columns = [*_rounds(), *_parts(decisions), *_experts(decisions), price]
     yield "".join(f"{column.title:>{column.width}}" for column in columns) + "  why"
     for each in decisions:
         yield "".join(f"{column.cell(each):>{column.width}}" for column in columns) + f"  {why(each)}"
@@ -111,6 +111,14 @@ def _parts(decisions: Sequence[Decision]) -> Iterator[Column]:
             yield Column(name, 15, pair)
 
 
+def _experts(decisions: Sequence[Decision]) -> Iterator[Column]:
+    def pair(each: Decision) -> str:
+        return f"{each.expected_expert_ratio:.2f}/{each.expert_ratio:.2f}" if each.expert_ratio else "-"
+
+    if any(each.expert_ratio for each in decisions):
+        yield Column("experts", 11, pair)
+
+
 def _pair(decision: Decision, expected: float, real: float) -> str:
     return f"{_expected(decision, f'{expected:.3f}')}/{real:.3f}"
 
@@ -132,6 +140,12 @@ def summary(decisions: Sequence[Decision]) -> Iterator[str]:
         yield (
             f"{summed.rate:.3g} tokens per second; plain decoding was predicted to reach {summed.plain_rate:.3g}, "
             f"of which that is {summed.rate / summed.plain_rate:.2f} times"
+        )
+    if (experts := summed.experts) is not None:
+        yield (
+            f"experts of sweeps with trees, in multiples of one row's: {experts.expected:.2f} expected and "
+            f"{experts.chosen:.2f} chosen by {experts.num_rows:.3g} rows; these take {experts.sweep_growth:.2f} times "
+            "as long as a sweep without a tree"
         )
     for mode, last in {decision.mode: decision for decision in decisions}.items():
         yield f"last {mode.value}: round {last.number}, {why(last)}"

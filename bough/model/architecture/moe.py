@@ -25,6 +25,7 @@ from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Stored, 
 NAME = "bough"
 EXPERT_ROWS = 16  # rows of an expert's products are padded to multiples of this: a library then rounds all equally
 _num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # rows beyond are padding; None: there is none
+_counts: ContextVar[list[tuple[int, int]]] = ContextVar("counts")  # see `counted_experts`
 Result = TypeVar("Result")
 
 
@@ -135,6 +136,19 @@ def with_rows(num_rows: int) -> Iterator[None]:
         _num_rows.reset(token)
 
 
+@contextmanager
+def counted_experts() -> Iterator[list[tuple[int, int]]]:
+    """Count the distinct experts that a layer's rows choose, and those of one row, layer by layer within the block.
+
+    Only layers whose choices the host knows are counted: it waits for none.
+    """
+    token = _counts.set([])
+    try:
+        yield _counts.get()
+    finally:
+        _counts.reset(token)
+
+
 class ExpertTable:
     """The values of a stacked parameter, one expert at a time."""
 
@@ -216,6 +230,7 @@ def _outputs(chunks: Sequence[_Routed]) -> list[torch.Tensor]:
     hidden, chosen, weights = (_joined(list(each), 0) for each in list(zip(*chunks, strict=True))[1:4])
     result, choices = torch.zeros_like(hidden), _by_expert(chosen, int(module.num_experts))  # type: ignore[arg-type]
     order: Sequence[int] = tuple(choices)
+    _counts.get([]).append((len(choices), chosen.shape[1]))
     if isinstance(module.down_proj, ExpertTable):
         order = module.down_proj.expect(order)
     parts = {}

@@ -144,7 +144,8 @@ def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, devic
     """
     config, path, checkpoint = found
     dtype, by_matrix = DTYPES[dtype_name], device_type != "cpu"
-    share = chosen_share(config)
+    num_experts, num_chosen = expert_counts(config)
+    share = num_chosen / num_experts
     if checkpoint is not None and not bits:
         skeleton = build_skeleton(checkpoint, dtype)
         model, layers, format_ = skeleton.model, list(skeleton.layers), skeleton.quantization
@@ -266,7 +267,7 @@ def _work(
         sum(p.flops for p in stacks),
         sum(p.value_bytes for p in stacks),
         sum(p.unpacked_bytes for p in stacks),
-        *_num_experts(config),
+        *expert_counts(config),
         EXPERT_ROWS,
     )
     return (TiledWork if by_matrix else Work)(
@@ -305,7 +306,7 @@ def _stored_dtype(config: PretrainedConfig, default: torch.dtype) -> torch.dtype
     return named if isinstance(named, torch.dtype) else DTYPES.get(str(named), default)
 
 
-def _num_experts(config: PretrainedConfig) -> tuple[int, int]:
+def expert_counts(config: PretrainedConfig) -> tuple[int, int]:
     """Number of experts of a layer, and of those that a row chooses."""
     num_experts = next(
         (
@@ -316,12 +317,6 @@ def _num_experts(config: PretrainedConfig) -> tuple[int, int]:
         1,
     )
     return num_experts, int(getattr(config, "num_experts_per_tok", None) or num_experts)
-
-
-def chosen_share(config: PretrainedConfig) -> float:
-    """Share of a layer's experts that a row chooses."""
-    num_experts, num_chosen = _num_experts(config)
-    return num_chosen / num_experts
 
 
 def _outside_bytes(model: PreTrainedModel, layers: list[nn.Module]) -> int:

@@ -120,6 +120,26 @@ def test_the_summary_has_comparisons_and_the_last_reasons() -> None:
     assert "last lookup: round 2, drafting does not pay" in text
 
 
+def test_experts_are_shown_where_they_were_counted() -> None:
+    """Of rounds with trees; before, nobody could see why small trees pay or do not."""
+    few = replace(DRAFTED, num_rows=4, plain_sweep=0.5, expected_expert_ratio=2.75, expert_ratio=2.5)
+    many = replace(DRAFTED, num_rows=8, plain_sweep=0.5, expected_expert_ratio=3.75, expert_ratio=4.0)
+    plain = replace(PLAIN, num_rows=1, plain_sweep=0.5, expected_expert_ratio=1.0, expert_ratio=1.0)
+    heading, *lines = table([few, plain, FIXED])
+    assert heading.split()[-3:] == ["experts", "lambda", "why"]
+    cells = [line.removesuffix(why(each)).split() for line, each in zip(lines, (few, plain, FIXED), strict=True)]
+    assert [each[-2] for each in cells] == ["2.75/2.50", "1.00/1.00", "-"]
+    (line,) = [line for line in summary([few, plain, many, FIXED]) if "experts" in line]
+    assert line == (
+        "experts of sweeps with trees, in multiples of one row's: 3.25 expected and 3.25 chosen by 6 rows; these take "
+        "2.00 times as long as a sweep without a tree"
+    )
+    assert as_json("s", [few])["summary"]["experts"]["chosen"] == 2.5
+    for unknown in ([DRAFTED, PLAIN], [replace(few, plain_sweep=0.0)], [plain]):
+        assert account(unknown).experts is None
+        assert not any("experts" in line for line in summary(unknown))
+
+
 def test_json_has_rounds_reasons_and_the_summary() -> None:
     value = json.loads(json.dumps(as_json("s", [DRAFTED, FIXED])))
     assert value["session"] == "s"

@@ -14,6 +14,7 @@ from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Mode
 from bough.protocol.generation import Speculation
 from bough.protocol.ids import ScopedId
+from bough.protocol.messages import Timings
 from bough.trees.tree import DraftProbs, Tree
 from bough.trees.tree_plan import (
     MAX_EXPANSIONS,
@@ -243,6 +244,22 @@ def told_wrong(world: MadeRounds, bad: CostCurve) -> Proposal:
     outcome = world.outcome(world.base, proposal, grown)
     world.sizer.observe(ScopedId("s"), replace(outcome, result=replace(outcome.result, cost=bad)))
     return proposal
+
+
+@pytest.mark.parametrize("expected", [math.nan, math.inf, -1.0, 0.5, 0.0])
+def test_a_number_of_experts_that_cannot_be_is_not_shown(expected: float) -> None:
+    decisions = []
+    for ratio in (2.5, expected):
+        world = MadeRounds()
+        plan = world.sizer.plan(world.base)
+        grown = world.grown(plan.tree)
+        proposal = world.sizer.propose(ScopedId("s"), grown.tree, Tree.root(ROOT))
+        outcome = world.outcome(world.base, proposal, grown)
+        timings = Timings(num_passes=1, num_experts=90, row_experts=40)
+        result = replace(outcome.result, timings=timings, expected_expert_ratio=ratio)
+        decisions.append(world.sizer.observe(ScopedId("s"), replace(outcome, result=result)))
+    shown = [(each.expected_expert_ratio, each.expert_ratio) for each in decisions if each is not None]
+    assert shown == [(2.5, 2.25), (0.0, 0.0)]
 
 
 def test_a_new_worker_with_an_invalid_curve_has_no_predictions() -> None:

@@ -90,6 +90,28 @@ def test_a_token_reads_its_chosen_experts_and_padding_chooses_none(mixture: Path
         assert 0 < read <= config.num_hidden_layers * config.num_experts_per_tok * expert_bytes
 
 
+@pytest.mark.parametrize("num_slabs", [0, 8], ids=["whole layers", "on demand"])
+@pytest.mark.parametrize("num_rows", [1, 16, 48])
+def test_sweeps_count_the_distinct_experts_of_their_rows(num_slabs: int, num_rows: int, mixture: Path) -> None:
+    """As the routers chose them, in one chunk of rows or in several; numbers of rows that are not padded."""
+    config, chosen = FAMILIES["qwen3 moe"], dict[int, set[int]]()
+    with streamed(mixture, torch.bfloat16, expert_slabs=num_slabs) as model:
+        for index, layer in enumerate(model.skeleton.layers):
+            own = chosen[index] = set()
+            layer.mlp.gate.register_forward_hook(lambda *call, own=own: own.update(call[-1][-1].flatten().tolist()))
+        tree = random_tree(np.random.default_rng(3), num_rows, root=9)
+        _, timings = model.sweep(Batch([Segment.tree(new_slot(model), 0, tree)], model.rows, CPU))
+        assert timings.row_experts == config.num_hidden_layers * config.num_experts_per_tok
+        assert timings.num_experts == (sum(map(len, chosen.values())) if num_rows > 1 else timings.row_experts)
+        assert timings.expert_ratio > 1.0 or num_rows == 1
+
+
+def test_dense_models_count_no_experts(tmp_path: Path) -> None:
+    with streamed(save_model(tmp_path / "model", FAMILIES["llama"]), torch.bfloat16) as model:
+        _, timings = model.sweep(Batch([Segment.tree(new_slot(model), 0, Tree.root(5))], model.rows, CPU))
+        assert (timings.num_experts, timings.expert_ratio) == (0, 0.0)
+
+
 class Rounds:
     """Sweeps of a store without a model: the test says which experts each layer wants."""
 

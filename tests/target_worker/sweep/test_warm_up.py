@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from bough.protocol.cost_curve import CostCurve
+from bough.sizing.distinct_experts import Mixture
 from bough.sizing.row_counts import RowCounts
 from loadtest.common.inline_streams import InlineStreams
 from loadtest.common.tiny_model import TINY, save_model
@@ -55,7 +56,7 @@ class Known(NamedTuple):
     compute: CostCurve | None = None
     link_bytes: int = 0
     link_seconds: float = 0.0
-    volume: CostCurve | None = None
+    mixture: Mixture | None = None
 
 
 def test_a_start_measures_sweep_times(twelve_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +104,24 @@ def test_experts_read_for_the_warm_up_are_the_same_later(tmp_path: Path, monkeyp
         assert (prior.step, prior.most_rows, prior.compute) == (1, MOST, None), (
             "rows cost what they choose, not what pads them"
         )
-        assert prior.volume is not None
-        assert 0 < prior.volume(1) <= prior.volume(8) <= model.tiers.placement.link_bytes
+        assert prior.mixture is not None
+        assert prior.mixture[:2] == (6, 3)
+        assert prior.mixture.fixed_bytes + prior.mixture.expert_bytes == model.tiers.placement.link_bytes
         assert all(torch.equal(*pair) for pair in zip(plain_logits(model, TOKENS), wanted, strict=True))
+
+
+def test_the_time_of_a_mixture_in_memory_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal tokens would choose the same experts, so that many rows would seem to cost as much as one."""
+    monkeypatch.setattr(streamed_model, "SweepTimes", Known)
+    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
+    with streamed(folder, torch.bfloat16, max_resident=4) as model:
+        assert model.warm_up(new_slot(model), MOST) == Known(1, MOST, mixture=Mixture(6, 3))
+    with streamed(folder, torch.bfloat16) as model:
+        prior = model.warm_up(new_slot(model), MOST)
+        assert isinstance(prior, Known)
+        num_bytes = model.tiers.placement.link_bytes
+        assert (prior.compute, prior.link_bytes, prior.mixture) == (None, num_bytes, Mixture(6, 3, num_bytes))
+        assert prior.link_seconds > 0
 
 
 def test_the_warm_up_does_not_read_the_model(twelve_layers: Path) -> None:
