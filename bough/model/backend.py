@@ -58,6 +58,7 @@ class Backend(ABC):
     rooms: ClassVar[tuple[str, ...]]  # packages whose code decides its bits, in addition to that module
     takes_any_rows = False  # whether layers of all models run over any number of rows, by `multiply`, `norm` and so on
     compiles_ahead = False  # whether a worker must compile kernels before it loads a model
+    takes_packed = False  # whether `multiply` reads packed matrices as they are; otherwise it writes them out before
     groups_experts = False  # whether it has `expert_tiles` and `multiply_grouped`
     captures_steps = False  # whether a draft's steps may be captured as graphs
 

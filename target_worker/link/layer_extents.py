@@ -61,21 +61,25 @@ class LayerExtents:
     ) -> MaterializedLayer:
         """Make the values of the layer's parameters from a slab (uint8): views of it, or written to scratch memory.
 
-        With `by_matrix` linear layers share one scratch buffer, and each is dequantized just before its product.
+        With `by_matrix` linear layers whose products do not read packed values share one scratch buffer, and each is
+        dequantized just before its product.
         """
         late = self._late(dtype) if by_matrix else []
         values, writes = dict[int, Any](), list[LateWrites]()
         for index in late:
             scratch.begin(is_late=True)
-            values[index] = self._value(index, slab, dtype, scratch)
+            values[index] = self._value(index, slab, dtype, scratch, by_matrix)
             writes.append(LateWrites(self.slots[index].module, tuple(scratch.writes)))
         scratch.begin(self._late_bytes(late, dtype))
-        values |= {i: self._value(i, slab, dtype, scratch) for i in range(len(self.slots)) if i not in values}
+        values |= {
+            i: self._value(i, slab, dtype, scratch, by_matrix) for i in range(len(self.slots)) if i not in values
+        }
         return MaterializedLayer(tuple(values[i] for i in range(len(self.slots))), tuple(scratch.writes), tuple(writes))
 
-    def _value(self, index: int, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory) -> Any:
+    def _value(self, index: int, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory, by_matrix: bool) -> Any:
         slot = self.slots[index]
-        return slot.materialize([self.bytes_of(place, slab) for place in slot.source.places], dtype, scratch)
+        raw = [self.bytes_of(place, slab) for place in slot.source.places]
+        return slot.materialize(raw, dtype, scratch, by_matrix)
 
     def assign(self, layer: MaterializedLayer) -> None:
         """Set the layer's parameters to values made by `materialize`."""
@@ -87,12 +91,12 @@ class LayerExtents:
     def scratch_bytes(self, dtype: torch.dtype, by_matrix: bool = False) -> int:
         """Bytes of scratch memory that `materialize` takes."""
         late = self._late(dtype) if by_matrix else []
-        early = (slot.source.scratch_bytes(dtype) for i, slot in enumerate(self.slots) if i not in late)
+        early = (slot.scratch_bytes(dtype, by_matrix) for i, slot in enumerate(self.slots) if i not in late)
         return self._late_bytes(late, dtype) + sum(early)
 
     def _late(self, dtype: torch.dtype) -> list[int]:
         """Indices of slots that can be dequantized just before their product."""
-        return [i for i, slot in enumerate(self.slots) if slot.source.scratch_bytes(dtype) and can_wait(slot)]
+        return [i for i, slot in enumerate(self.slots) if slot.scratch_bytes(dtype, by_matrix=True) and can_wait(slot)]
 
     def _late_bytes(self, late: Sequence[int], dtype: torch.dtype) -> int:
         return max((self.slots[index].source.scratch_bytes(dtype) for index in late), default=0)

@@ -58,15 +58,15 @@ def test_a_dense_sweep_waits_once_and_transfers_nothing_within_a_layer(
     assert len(seen.sends) <= MOST_SENDS + (SENDS_ELSEWHERE if elsewhere else 0), seen.sends
 
 
-def test_a_packed_layer_needs_one_more_launch_per_matrix(tmp_path: Path) -> None:
-    """By way of torch's operators it was hundreds."""
+def test_a_packed_layer_needs_as_many_launches_as_a_plain_one(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", dtype=torch.bfloat16)
     plain, num_layers = counted(folder, Where(), 64, device())
     num_plain = sum(plain.launches.values())
     assert num_plain <= num_layers * DENSE_LAUNCHES + LOGITS_LAUNCHES, plain.launches
     packed, _ = counted(packed_as("compressed-tensors", folder, tmp_path / "packed"), Where(), 64, device())
-    assert packed.launches["write"] == 7 * num_layers
-    assert sum(packed.launches.values()) <= num_plain + 7 * num_layers
+    assert packed.launches["multiply"] >= 7 * num_layers
+    assert not packed.launches["write"]
+    assert sum(packed.launches.values()) == num_plain
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from bough.model.backend import computing_by
 from bough.model.gpu import unpack_triton
 from bough.model.loading.loading import can_wait
 from loadtest.common.inline_streams import InlineStreams
@@ -168,25 +169,26 @@ def test_unpacking_kernels_run_in_a_sweep(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_late", [True, False])
-def test_matrices_unpacked_one_by_one_equal_those_of_a_whole_layer(
-    is_late: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["before their products", "with their layer", "never"])
+def test_memory_for_unpacked_matrices_is_as_large_as_needed(
+    when: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In room for the largest of them, over several chunks of rows."""
-    folder = packed_as("compressed-tensors", tiny, tmp_path / "packed")
-    wanted = on_device(folder, Where(), torch.bfloat16)
-    assert torch.equal(on_device(folder, Where(elsewhere=(1, 3)), torch.bfloat16), wanted), "each on its own device"
-    if not is_late:
-        monkeypatch.setattr(LayerExtents, "_late", lambda *_: [])
-    with pretending(), on_the_device(folder, Where(), torch.bfloat16) as model:
-        slots = model.tiers.layers[0].slots
-        late, early = (
-            [slot.source.scratch_bytes(torch.bfloat16) for slot in slots if can_wait(slot) is waits]
-            for waits in (True, False)
-        )
-        wanted_bytes = (max(late) if is_late else sum(late)) + sum(early)
-        assert len(model._scratch[device()]._memory) == wanted_bytes
-        assert torch.equal(three_sweeps(model, device()).float(), wanted)
+    """For the largest of them, for a whole layer, or for none if products read packed ones; results are the same."""
+    folder, is_late = packed_as("compressed-tensors", tiny, tmp_path / "packed"), when == "before their products"
+    with computing_by("triton" if when == "never" else "cublas"):
+        wanted = on_device(folder, Where(), torch.bfloat16)
+        assert torch.equal(on_device(folder, Where(elsewhere=(1, 3)), torch.bfloat16), wanted), "each on its own device"
+        if when == "with their layer":
+            monkeypatch.setattr(LayerExtents, "_late", lambda *_: [])
+        with pretending(), on_the_device(folder, Where(), torch.bfloat16) as model:
+            slots = model.tiers.layers[0].slots
+            late, early = (
+                [slot.source.scratch_bytes(torch.bfloat16) for slot in slots if can_wait(slot) is waits]
+                for waits in (True, False)
+            )
+            wanted_bytes = 0 if when == "never" else max(late) if is_late else sum(late)
+            assert len(model._scratch[device()]._memory) == wanted_bytes + sum(early)
+            assert torch.equal(three_sweeps(model, device()).float(), wanted)
 
 
 def shifted(folder: Path, to: Path, by: int) -> Path:
@@ -201,6 +203,16 @@ def shifted(folder: Path, to: Path, by: int) -> Path:
             data = np.uint64(len(header)).tobytes() + header + data[8 + size :]
         (to / file.name).write_bytes(data)
     return to
+
+
+@pytest.mark.slow
+def test_packed_matrices_that_are_not_aligned_are_written_out(tiny: Path, tmp_path: Path) -> None:
+    """A view of them would be a copy of what was in the slab first."""
+    packed = packed_as("compressed-tensors", tiny, tmp_path / "packed")
+    wanted = on_device(packed, Where(), torch.bfloat16)
+    with pretending(), on_the_device(shifted(packed, tmp_path / "by 2", 2), Where(), torch.bfloat16) as model:
+        assert torch.equal(three_sweeps(model, device()).float(), wanted)
+        assert notes.launches["write"]
 
 
 def test_matrices_begin_at_multiples_of_16_bytes(tiny: Path, tmp_path: Path) -> None:

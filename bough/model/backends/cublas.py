@@ -17,6 +17,7 @@ class CublasBackend(TritonBackend):
     """Products of a fixed number of rows by torch, in parts and including padding; all else as `TritonBackend`."""
 
     name = "cublas"
+    takes_packed = False
     groups_experts = False
 
     def multiply(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:

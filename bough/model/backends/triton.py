@@ -54,6 +54,7 @@ class TritonBackend(Backend):
     name = "triton"
     rooms = ("bough.model.gpu",)
     takes_any_rows = True
+    takes_packed = True
     groups_experts = True
     captures_steps = True
 

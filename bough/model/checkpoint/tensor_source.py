@@ -139,7 +139,7 @@ class Stored:
         out.copy_(typed(data, self.place))
 
     def _is_view(self, dtype: torch.dtype) -> bool:
-        return self.keeps_dtype or (STORED_DTYPES[self.place.dtype] == dtype and _is_aligned(self.place))
+        return self.keeps_dtype or (STORED_DTYPES[self.place.dtype] == dtype and is_aligned(self.place))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ def pieces(
 
 def typed(data: torch.Tensor, place: TensorPlace) -> torch.Tensor:
     """View a tensor's bytes, (num_bytes,) uint8, in its dtype and shape; a copy if they are not aligned."""
-    if not _is_aligned(place):
+    if not is_aligned(place):
         data = data.clone()  # safetensors does not guarantee alignment
     return data.view(STORED_DTYPES[place.dtype]).view(place.shape)
 
@@ -236,6 +236,6 @@ def row_blocks(place: TensorPlace, most_bytes: int) -> list[TensorPlace]:
     return blocks
 
 
-def _is_aligned(place: TensorPlace) -> bool:
+def is_aligned(place: TensorPlace) -> bool:
     """Whether the offset is aligned; slabs preserve offsets modulo a page."""
     return place.offset % STORED_DTYPES[place.dtype].itemsize == 0

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from transformers.core_model_loading import (
 from bough.errors import CheckpointError
 from bough.model.architecture import moe
 from bough.model.architecture.architecture import build_empty, describe, load_config, max_positions
-from bough.model.architecture.moe import AnySource, ExpertSources
+from bough.model.architecture.moe import AnySource, ExpertSources, ExpertTable
+from bough.model.backend import backend_of
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import (
@@ -38,10 +40,12 @@ from bough.model.checkpoint.tensor_source import (
     Scratch,
     Stored,
     TensorSource,
+    is_aligned,
     row_blocks,
 )
 from bough.model.kv.session_kv import KVShape
-from bough.model.quant.format import PackedTensors, WeightFormat, in_language_model
+from bough.model.packed import Packed
+from bough.model.quant.format import Dequantized, PackedTensors, WeightFormat, in_language_model
 from bough.model.quant.formats import format_of
 from bough.model.quant.ggml_blocks import Blocks
 
@@ -49,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CONVERTED_BYTES = 16_000_000  # limit of one read of a tensor that is converted
+GPU = torch.device("cuda")  # for its backend, which is that of every GPU
 NUM_NAMED = 3  # unused tensors named in a warning
 _WRITES = "_bough_writes"  # attribute of a module: functions that write its matrix
 
@@ -142,11 +147,19 @@ class ParameterSlot:
         """Set the parameter from `raw`, as in `TensorSource.value`."""
         self.assign(self.materialize(raw, dtype, scratch))
 
-    def materialize(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> Any:
-        """Make the value in the form that `assign` takes."""
+    def materialize(
+        self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch, by_matrix: bool = False
+    ) -> Any:
+        """Make the value in the form that `assign` takes; with `by_matrix` a packed one if it `stays_packed`."""
         if isinstance(self.source, ExpertSources):
             return self.source.table(raw, dtype, scratch)
+        if by_matrix and stays_packed(self) and isinstance(self.source, Dequantized):
+            return self.source.packed(raw)
         return self.as_parameter(self.source.value(raw, dtype, scratch))
+
+    def scratch_bytes(self, dtype: torch.dtype, by_matrix: bool) -> int:
+        """Scratch bytes that `materialize` takes."""
+        return 0 if by_matrix and stays_packed(self) else self.source.scratch_bytes(dtype)
 
     def as_parameter(self, value: torch.Tensor) -> torch.Tensor:
         """Wrap a tensor in the form that `assign` takes."""
@@ -154,8 +167,8 @@ class ParameterSlot:
 
     def assign(self, value: Any) -> None:
         """Set the parameter to what `materialize` returned."""
-        if isinstance(self.source, ExpertSources):
-            self.module._parameters.pop(self.key, None)  # nn.Module would refuse a table, which is not a tensor
+        if isinstance(value, ExpertTable | Packed):
+            self.module._parameters.pop(self.key, None)  # nn.Module would refuse what is not a tensor
             self.module.__dict__[self.key] = value
         elif self.key in self.module._buffers:
             self.module._buffers[self.key] = value
@@ -379,24 +392,26 @@ class LateWrites:
         known[_WRITES] = self.writes
 
 
-def bind_all(skeleton: Skeleton, device: torch.device, stays_packed: bool = False) -> None:
-    """Load a whole model permanently; if it stays packed, with memory for the largest dequantized matrix or expert.
+def bind_all(skeleton: Skeleton, device: torch.device, keeps_packed: bool = False) -> None:
+    """Load a whole model permanently; if it is kept packed, with memory for the largest dequantized matrix or expert.
 
     Raises:
         CheckpointError: a tensor cannot be read.
     """
     slots = [slot for layer in skeleton.layer_slots for slot in layer]
-    waiting = (slot for slot in slots if stays_packed and (can_wait(slot) or isinstance(slot.source, ExpertSources)))
+    waiting = (slot for slot in slots if keeps_packed and (can_wait(slot) or isinstance(slot.source, ExpertSources)))
     late = [slot for slot in waiting if slot.source.scratch_bytes(skeleton.dtype)]
     bind_resident(skeleton, [*skeleton.resident_slots, *(slot for slot in slots if slot not in late)], device)
     move_buffers(skeleton.model, device)
-    num_bytes = max((slot.source.scratch_bytes(skeleton.dtype) for slot in late), default=0)
+    num_bytes = max((slot.scratch_bytes(skeleton.dtype, device.type != "cpu") for slot in late), default=0)
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     for slot in late:
         scratch = ReusedMemory(memory)
-        slot.bind(read_raw(slot, device), skeleton.dtype, scratch)
-        if can_wait(slot):  # a table of experts writes requested experts
+        slot.assign(slot.materialize(read_raw(slot, device), skeleton.dtype, scratch, device.type != "cpu"))
+        if can_wait(slot) and scratch.writes:  # a table of experts writes requested experts
             LateWrites(slot.module, tuple(scratch.writes)).register()
+        elif can_wait(slot):
+            slot.module.forward = partial(_multiplied, slot.module)
 
 
 def can_wait(slot: ParameterSlot) -> bool:
@@ -404,9 +419,23 @@ def can_wait(slot: ParameterSlot) -> bool:
     return is_late(slot.module, slot.key)
 
 
+def stays_packed(slot: ParameterSlot) -> bool:
+    """Whether a GPU's products read a parameter's packed value, of which then nothing is written out.
+
+    Values of tensors that are not aligned would be copies of what a slab has at one time.
+    """
+    is_packed = isinstance(slot.source, Dequantized) and slot.source.is_packed and can_wait(slot)
+    return is_packed and all(map(is_aligned, slot.source.places)) and backend_of(GPU).takes_packed
+
+
 def is_late(module: nn.Module, key: str) -> bool:
     """Whether only a module's forward uses `key`: a linear layer's matrix, unless latent attention uses parts of it."""
     return isinstance(module, nn.Linear) and key == "weight" and not hasattr(module, "is_used_by_parts")
+
+
+def _multiplied(module: Any, rows: torch.Tensor) -> torch.Tensor:
+    """The forward of a linear layer whose matrix stays packed."""
+    return backend_of(rows.device).multiply(rows, module.weight, module.bias)
 
 
 def _write(module: nn.Module, _: Any) -> None:

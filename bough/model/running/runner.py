@@ -215,7 +215,7 @@ class ResidentModel:
 
     def describe(self) -> str:
         """Description of the model."""
-        how = ", products in 8 bits" if self.is_int8 else ", written out by matrix" if self.stays_packed else ""
+        how = ", products in 8 bits" if self.is_int8 else ", kept packed" if self.stays_packed else ""
         return self.skeleton.describe() + how
 
     @property

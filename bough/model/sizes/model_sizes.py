@@ -149,7 +149,7 @@ def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, devic
     if checkpoint is not None and not bits:
         skeleton = build_skeleton(checkpoint, dtype)
         model, layers, format_ = skeleton.model, list(skeleton.layers), skeleton.quantization
-        parameters = [[_stored(slot, dtype, share) for slot in slots] for slots in skeleton.layer_slots]
+        parameters = [[_stored(slot, dtype, share, by_matrix) for slot in slots] for slots in skeleton.layer_slots]
         description = skeleton.describe()
     else:
         format_ = None
@@ -162,7 +162,7 @@ def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, devic
         stored = dtype if bits else _stored_dtype(config, dtype)  # before the configuration gets `dtype`
         model = build_empty(config, dtype)
         layers = list(model.get_decoder().layers)
-        parameters = [list(_imagined(layer, bits, stored, dtype, share)) for layer in layers]
+        parameters = [list(_imagined(layer, bits, stored, dtype, share, by_matrix)) for layer in layers]
         description = describe(model, dtype) + (f", {bits} bits" if 0 < bits < 16 else "")
     if by_matrix:
         parameters = [[_as_multiplied(p) for p in layer] for layer in parameters]
@@ -187,14 +187,14 @@ def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, devic
     )
 
 
-def _stored(slot: ParameterSlot, dtype: torch.dtype, expert_share: float) -> _Parameter:
+def _stored(slot: ParameterSlot, dtype: torch.dtype, expert_share: float, by_matrix: bool) -> _Parameter:
     """A parameter as stored in the checkpoint."""
     stack, shape = stack_of(slot.module, slot.source), slot.source.shape
     packed = max(_packed_parts(slot.source), key=lambda part: math.prod(part.shape), default=None)
     return _Parameter(
         shape,
         sum(place.num_bytes for place in slot.source.places),
-        (stack or slot.source).scratch_bytes(dtype),
+        stack.scratch_bytes(dtype) if stack else slot.scratch_bytes(dtype, by_matrix),
         math.prod(shape) * dtype.itemsize,
         packed,
         _flops(shape, expert_share),
@@ -222,7 +222,7 @@ def _packed_parts(source: AnySource) -> Iterator[Dequantized]:
 
 
 def _imagined(
-    layer: nn.Module, bits: int, stored: torch.dtype, dtype: torch.dtype, expert_share: float
+    layer: nn.Module, bits: int, stored: torch.dtype, dtype: torch.dtype, expert_share: float, by_matrix: bool
 ) -> Iterator[_Parameter]:
     """The parameters of a layer as they would be stored in `bits`, or in 0 as `stored`."""
     for module in layer.modules():
@@ -236,11 +236,14 @@ def _imagined(
             # Experts are converted one at a time, in parts that are then joined.
             plain = 2 * room_bytes(shape[1:], dtype) if is_stack else room_bytes(shape, dtype)
             num_matrices = shape[0] if is_stack else 1
+            scratch = plain * (stored != dtype)
+            if packed is not None:
+                scratch = packed.scratch_bytes(dtype) if is_stack or not by_matrix else 0
             packed_bytes = num_matrices * sum(place.num_bytes for place in packed.places) if packed else 0
             yield _Parameter(
                 shape,
                 packed_bytes or parameter.numel() * stored.itemsize,
-                packed.scratch_bytes(dtype) if packed else plain * (stored != dtype),
+                scratch,
                 parameter.numel() * dtype.itemsize,
                 packed,
                 _flops(shape, expert_share),
