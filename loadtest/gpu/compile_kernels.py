@@ -53,6 +53,7 @@ WIDE_LOADS = 6  # least of a product: rows and weights, of at least three tiles
 UNALIGNED = "Q3_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_K"  # not of 16 bytes
 ROW_COUNTS = (1, 2, 8, 64, 256)  # of calls whose bits for a row must be equal, and so their program
 PROGRAM_ROWS = {16: (1, 2, 8, 16), 32: (17, 32), 64: (33, 64), 128: (65, 256, 1000)}  # counts by rows of a program
+KEY_COUNTS = (1, 0, 2000, 33_000, 8192)  # of these calls; 0 is unknown
 KV_HEADS, TAIL = 8, 32
 INPUTS, OUTPUTS = 4096, 1024  # of a packed matrix
 HIDDEN = 4096
@@ -108,6 +109,7 @@ class Kernel(NamedTuple):
 
     name: str
     calls: Sequence[Callable[[], object]]
+    function: str = ""  # of several that the wrapper launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +159,11 @@ def kernels() -> Iterator[Kernel]:
     yield Kernel("table of experts", [partial(product_triton.expert_table, each, ROW_COUNTS[-1]) for each in numbers])
     for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         for heads in FAMILIES:
-            calls = [partial(_attend, heads, dtype, rows) for rows in ROW_COUNTS]
-            yield Kernel(f"attention, {heads}, {short}", calls)
+            calls = [
+                partial(_attend, heads, dtype, rows, keys) for rows, keys in zip(ROW_COUNTS, KEY_COUNTS, strict=True)
+            ]
+            yield Kernel(f"attention, {heads}, {short}", calls, "_attend")
+            yield Kernel(f"folding of attention, {heads}, {short}", calls, "_fold_parts")
         for name, call_rows in _rows():
             yield Kernel(f"{name}, {short}", [partial(call_rows, dtype, rows) for rows in ROW_COUNTS])
         for name, matrix in matrices():
@@ -167,14 +172,14 @@ def kernels() -> Iterator[Kernel]:
             yield kernel._replace(name=f"{kernel.name}, {short}")
 
 
-def _attend(heads: Heads, dtype: torch.dtype, num_rows: int) -> None:
+def _attend(heads: Heads, dtype: torch.dtype, num_rows: int, num_keys: int) -> None:
     num_kv_heads = 1 if heads.key_dim else KV_HEADS
     num_heads = heads.group * KV_HEADS
     queries = torch.zeros(num_rows, num_heads, heads.dim + heads.key_dim, dtype=dtype)
     keys = torch.zeros(TAIL, num_kv_heads, heads.key_dim or heads.dim, dtype=dtype)
     values = torch.zeros(TAIL, num_kv_heads, heads.dim, dtype=dtype)
     own, tails = torch.zeros(num_rows, dtype=torch.int32), torch.zeros(num_rows, TAIL, dtype=torch.int32)
-    paths = Paths(own.long(), own, own, own, tails, torch.zeros(num_rows, 2, dtype=torch.int32))
+    paths = Paths(own.long(), own, own, own, tails, torch.zeros(num_rows, 2, dtype=torch.int32), num_keys)
     sinks = torch.zeros(num_heads) if heads.has_sinks else None
     attention_triton.attend_by_triton(queries, keys, values, paths, 0.1, 0, heads.softcap, sinks)
 
@@ -271,7 +276,7 @@ def compiled(kernel: Kernel, capability: int) -> Compiled:
 
     Raises AssertionError if its calls come to several programs, which may give a row other bits.
     """
-    with _programs(capability) as programs:
+    with _programs(capability, kernel.function) as programs:
         for call in kernel.calls:
             call()
     assert len(programs) == 1, f"{kernel.name}: {len(programs)} programs for {len(kernel.calls)} numbers of rows"
@@ -289,12 +294,14 @@ def compiled(kernel: Kernel, capability: int) -> Compiled:
 
 
 @contextmanager
-def _programs(capability: int) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Within the block, launches only compile; yields programs and the assembler's reports by hash."""
+def _programs(capability: int, name: str) -> Iterator[dict[str, tuple[Any, str]]]:
+    """Within the block, launches only compile; yields a function's programs, or all, and the assembler's reports."""
     programs: dict[str, tuple[Any, str]] = {}
     launch = JITFunction.run
 
     def run(function: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> Any:  # noqa: ARG001
+        if name and function.__name__ != name:
+            return None
         made, said = _assembled(function, lambda: launch(function, *arguments, grid=grid, warmup=True, **constants))
         programs[made.hash] = made, said
         return made

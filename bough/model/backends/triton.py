@@ -111,7 +111,7 @@ class TritonBackend(Backend):
         paths, (held_keys, held_values) = chunk.paths_on(queries.device), chunk.memory(layer)
         held_keys.index_copy_(0, paths.rows, keys)
         held_values.index_copy_(0, paths.rows, values)
-        return kernels().attend(queries.contiguous(), held_keys, held_values, paths, *rules)
+        return kernels().attend(queries, held_keys, held_values, paths, *rules)
 
     def recur(
         self,

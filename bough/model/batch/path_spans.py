@@ -18,6 +18,8 @@ from bough.model.kv.slot import Segment
 SPAN_ROWS = 16  # rows that attend together, which fills all SIMD lanes for any number of heads
 IntArray = NDArray[np.int32]
 TILE_ROWS = 16  # rows of one slot that may attend together
+PART_KEYS = 1024  # positions of a part of the keys, which GPUs compute apart
+PARTIAL_BYTES = 2**26  # of parts' results until they are folded
 
 
 class BatchPart:
@@ -129,6 +131,7 @@ class Paths(NamedTuple):
     lengths: torch.Tensor  # (num_rows,) int32: number of keys on each row's path
     tails: torch.Tensor  # (num_rows, width) int32: [i, j] is for position bases[i] + j; arbitrary beyond the path
     tiles: torch.Tensor  # (num_tiles, 2) int32: first row and end of at most TILE_ROWS rows of one piece
+    longest: int = 0  # most keys of a row; 0 if the host does not know, as in captured steps
 
     @classmethod
     def of(cls, pieces: Sequence[BatchPart], begins: Sequence[int]) -> Paths:
@@ -139,20 +142,31 @@ class Paths(NamedTuple):
         for piece, begin, size in zip(pieces, begins, sizes, strict=True):
             tails[first : first + size, : piece.tail.shape[1]] = begin + piece.tail
             first += size
-        origins = np.repeat(np.array(begins, np.int32), sizes)
+        origins, lengths = np.repeat(np.array(begins, np.int32), sizes), np.concatenate([x.lengths for x in pieces])
         arrays = (
             origins + np.concatenate([piece.rows for piece in pieces]),
             origins,
             np.repeat(np.array([piece.base for piece in pieces], np.int32), sizes),
-            np.concatenate([piece.lengths for piece in pieces]),
+            lengths,
             tails,
             tiles_of(sizes),
         )
-        return cls(*map(torch.from_numpy, arrays))
+        return cls._make([*map(torch.from_numpy, arrays), int(lengths.max())])
 
     def on(self, device: torch.device) -> Paths:
         """A copy of the arrays on a device."""
-        return Paths(*(numbers.to(device) for numbers in self))
+        return Paths._make([*(numbers.to(device) for numbers in self[:-1]), self.longest])
+
+
+def num_parts(longest: int, part_keys: int, window: int) -> tuple[int, int]:
+    """Number of parts of the keys, and of those that a row sees at most; one if the longest row is not known."""
+    parts = max(1, -(-longest // part_keys))
+    return parts, min(parts, (window - 2) // part_keys + 2) if window else parts
+
+
+def tile_bytes(num_heads: int, head_dim: int, parts: int) -> int:
+    """Bytes of the results of a tile's parts in float32, each with its highest score and total."""
+    return 4 * TILE_ROWS * num_heads * parts * (head_dim + 2)
 
 
 def tiles_of(sizes: Sequence[int]) -> IntArray:

@@ -1,29 +1,34 @@
 """Tree attention on a GPU as a Triton kernel, the counterpart of `bough.model.cpu.attention_kernel`.
 
-A program computes a tile of rows of one slot for one KV head. It reads the committed keys once for all rows, and then
-for each row the keys on its own path. Each row visits its keys in the order of their positions, in blocks fixed by
-position, and all products have the same shape; a block that a row does not see leaves its state unchanged. So a row's
-result depends only on its query and its path, bit for bit, in any tile. Keys and values are read from the slot as
-stored; sums are in float32. In latent attention, keys contain their value as a second part: it is read once for both,
-and the one KV head is computed as several, of some query heads each.
+A program computes a tile of rows of one slot for one KV head, over a part of the positions. It reads the committed keys
+once for all rows, and then for each row the keys on its own path. Each row visits its keys in the order of their
+positions, in blocks fixed by position, and all products have the same shape; a block that a row does not see leaves its
+state unchanged. Another kernel folds a row's parts in their order. So a row's result depends only on its query and its
+path, bit for bit, in any tile. Keys and values are read from the slot as stored; sums are in float32. In latent
+attention, keys contain their value as a second part: it is read once for both, and the one KV head is computed as
+several, of some query heads each.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from bough.model.batch.path_spans import TILE_ROWS, Paths
+from bough.model.batch.path_spans import PART_KEYS, PARTIAL_BYTES, TILE_ROWS, Paths, num_parts, tile_bytes
 
 # Arguments that vary between calls must not be specialised on: each specialisation is another program, which may round
 # differently.
-_VARYING = ("tail_width", "window", "scale")
+_VARYING = ("row_step", "head_step", "tail_width", "scale", "window", "part_keys", "num_places", "first_tile")
+ANY_LENGTH = 2**31 - 1  # keys of a part if there is one, however long
 BLOCK = 32  # keys in one step of the online softmax; 64 would exceed the registers
 MIN_DOT = 16  # least rows and columns of a tensor core's tile
 TILE_QUERIES = 64  # most rows times heads of a program: its results must stay in registers
 NUM_STAGES = 2
+FOLDED_HEADS = 4  # of a program that folds parts
 
 
 def heads_together(num_heads: int) -> int:
@@ -42,6 +47,7 @@ def tile_constants(group: int, head_dim: int, in_halves: bool, key_dim: int = 0)
         "GROUP": group,
         "BLOCK": BLOCK,
         "ROWS": rows,
+        "TILE_ROWS": TILE_ROWS,
         "GROUP_PADDED": max(group_padded, MIN_DOT // rows),
         "DIM_PADDED": dim_padded,
         "KEY_DIM": key_dim,
@@ -52,15 +58,15 @@ def tile_constants(group: int, head_dim: int, in_halves: bool, key_dim: int = 0)
 def launch_options(constants: dict[str, int], in_halves: bool) -> dict[str, object]:
     """Compiler options, which depend only on the model, as `tile_constants` do.
 
-    No family's kernel spills registers with so many warps (`python -m loadtest.gpu.compile_kernels`): small tiles spill
-    with many warps, large ones with few, and heads of 256 with 8. Float32 uses one stage, as its tiles fill the shared
-    memory of a small GPU.
+    No family's kernel spills registers with so many warps (`python -m loadtest.gpu.compile_kernels`): large tiles spill
+    with few warps, and heads of 256 with 8. The assembler uses more than 128 registers with 8 only if it is told how
+    many there are. Float32 uses one stage, as its tiles fill the shared memory of a small GPU.
     Fusing of products and sums is set, because its default differs between versions of Triton, and with it the bits.
     """
     tile = constants["ROWS"] * constants["GROUP_PADDED"] * constants["DIM_PADDED"]
-    most = 4 if constants["DIM_PADDED"] == 256 else 8
-    num_warps = min(most, max(1, tile // 512)) if in_halves else 4
-    return {"num_warps": num_warps, "num_stages": NUM_STAGES if in_halves else 1, "enable_fp_fusion": True}
+    num_warps = 8 if in_halves and tile >= 4096 and constants["DIM_PADDED"] != 256 else 4
+    stages, registers = NUM_STAGES if in_halves else 1, 240 if num_warps == 8 else None
+    return {"num_warps": num_warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -108,16 +114,21 @@ def fold(
 
 
 @triton.jit
-def nothing_seen(
-    sinks: tl.tensor, is_head: tl.tensor, query: tl.tensor, HAS_SINKS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Initial state of the online softmax, sinks included: highest scores, sums of weights, weighted values."""
-    result = tl.zeros(query.shape, tl.float32)
-    total = tl.zeros((query.shape[0],), tl.float32)
-    highest = tl.full((query.shape[0],), float("-inf"), tl.float32)
+def _finished(
+    highest: tl.tensor,
+    total: tl.tensor,
+    result: tl.tensor,
+    sinks: tl.tensor,
+    is_head: tl.tensor,
+    HAS_SINKS: tl.constexpr,
+) -> tl.tensor:
+    """Results of a state over all of a row's keys. Sinks come last, so that they belong to none of the parts."""
     if HAS_SINKS:
-        highest, total = tl.load(sinks, mask=is_head, other=0.0), total + 1.0
-    return highest, total, result
+        sink = tl.load(sinks, mask=is_head, other=0.0)
+        peak = tl.maximum(highest, sink)
+        decay = tl.exp(highest - peak)
+        total, result = total * decay + tl.exp(sink - peak), result * decay[:, None]
+    return result / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit
@@ -183,20 +194,20 @@ def _queries(
 
 
 @triton.jit
-def _part_of_tile(tile: tl.tensor, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """This program's rows [begin, end); empty if the tile has fewer."""
-    begin_row = tl.load(tile) + ROWS * tl.program_id(2)
-    return begin_row, tl.minimum(tl.load(tile + 1), begin_row + ROWS)
+def _rows_of_tile(tiles: tl.tensor, tile: tl.tensor, at: tl.tensor, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """ROWS rows [begin, end) of a tile from its row `at` on; fewer or none if it ends before."""
+    begin_row = tl.load(tiles + 2 * tile) + at
+    return begin_row, tl.minimum(tl.load(tiles + 2 * tile + 1), begin_row + ROWS)
 
 
 @triton.jit
-def _reach(
-    lengths: tl.tensor, is_row: tl.tensor, window: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Ends and first positions of what rows see; the last of the ends, and the earliest of the firsts."""
+def _seen(
+    lengths: tl.tensor, is_row: tl.tensor, window: tl.tensor, begin: tl.tensor, end: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """First positions and ends of what rows see of the positions [begin, end)."""
     length = tl.load(lengths, mask=is_row, other=0)
-    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    return length, first, tl.max(length, 0), tl.min(tl.where(is_row, first, 2147483647), 0)
+    first = tl.where(window > 0, tl.maximum(length - window, begin), begin)
+    return first, tl.minimum(length, end)
 
 
 @triton.jit
@@ -210,16 +221,10 @@ def _rows_of(
 
 
 @triton.jit
-def _meet_own(
-    begin_row: tl.tensor,
-    end_row: tl.tensor,  # of the tile, or `begin_row` if no row has keys of its own
-    row: tl.tensor,  # (QUERIES,)
-    shared: tl.tensor,  # position of the first key
-    path: tl.tuple,  # of `_attend`: lengths, tails, tail_width, base, origin, window
-    asked: tl.tuple,  # query and own_query of `_meet`, keys and values
-    kv_head: tl.tensor,
-    scale: tl.tensor,
-    state: tl.tuple,  # of the online softmax
+def _state(
+    tile: tl.tuple,  # rows [begin_row, end_row); each query's row, and first position and end of what it sees
+    path: tl.tuple,  # of `_attend`: origins, bases, lengths, tails, tail_width, window; begin and end of the part
+    asked: tl.tuple,  # query and own_query of `_meet`, keys, values, kv_head and scale
     BLOCK: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -227,14 +232,26 @@ def _meet_own(
     SOFTCAP: tl.constexpr,
     IN_HALVES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold the keys on each row's own path into its online softmax, one row after another."""
-    steps = tl.arange(0, BLOCK)
-    lengths, tails, tail_width, base, origin, window = path
-    query, own_query, keys, values = asked
-    highest, total, result = state
-    for own in range(begin_row, end_row):
-        own_length, is_own = tl.load(lengths + own), row == own
-        own_first = tl.where(window > 0, tl.maximum(own_length - window, 0), 0)
+    """The online softmax over a part: over keys that all rows share, then each row's own, one row after another."""
+    begin_row, end_row, row, first, length = tile
+    origins, bases, lengths, tails, tail_width, window, begin_part, end_part = path
+    query, own_query, keys, values, kv_head, scale = asked
+    steps, result = tl.arange(0, BLOCK), tl.zeros(query.shape, tl.float32)
+    total, highest = tl.zeros(row.shape, tl.float32), tl.full(row.shape, float("-inf"), tl.float32)
+    longest = tl.max(tl.where(first < length, length, 0), 0)
+    earliest = tl.min(tl.where(first < length, first, 2147483647), 0)
+    origin, base = tl.load(origins + begin_row).to(tl.int64), tl.load(bases + begin_row)
+    shared = tl.where(longest > base, base // BLOCK * BLOCK, longest)  # end of the blocks that all rows share
+    for begin in range(earliest // BLOCK * BLOCK, shared, BLOCK):
+        places = begin + steps
+        is_seen = (places[None, :] >= first[:, None]) & (places[None, :] < length[:, None])
+        is_there = (places >= earliest) & (places < longest)
+        rows = origin + places
+        block = (query, own_query, keys, values, rows, is_there, is_seen, kv_head, scale, highest, total, result)
+        highest, total, result = _meet(*block, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES)
+    for own in range(begin_row, tl.where(longest > base, end_row, begin_row)):
+        own_first, own_length = _seen(lengths + own, own < end_row, window, begin_part, end_part)
+        is_own = row == own
         for begin in tl.range(tl.maximum(shared, own_first // BLOCK * BLOCK), own_length, BLOCK, num_stages=1):
             is_near = (begin + steps >= own_first) & (begin + steps < own_length)
             rows = _rows_of(tails + own * tail_width, begin + steps, base, origin, is_near)
@@ -253,14 +270,21 @@ def _attend(
     values: tl.tensor,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, HEAD_DIM) with KEY_DIM
     origins: tl.tensor,  # this and the next four arguments are as in `Paths`
     bases: tl.tensor,
-    lengths: tl.tensor,
     tails: tl.tensor,
+    lengths: tl.tensor,
     tiles: tl.tensor,
     sinks: tl.tensor,  # (num_heads,) float32; unused without HAS_SINKS
-    out: tl.tensor,  # (num_rows, num_heads, HEAD_DIM)
+    out: tl.tensor,  # (num_rows, num_heads, HEAD_DIM), if there is one place
+    results: tl.tensor,  # (held_rows, num_heads, num_places, HEAD_DIM) float32, if there are more; TILE_ROWS for a tile
+    marks: tl.tensor,  # (held_rows, num_heads, num_places, 2) float32: highest score and total
+    row_step: tl.tensor,  # from a query to the next row's, and to the next head's, in queries
+    head_step: tl.tensor,
     tail_width: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,  # 0 is unlimited
+    part_keys: tl.tensor,  # positions of a part, whole blocks
+    num_places: tl.tensor,  # that a row's parts occupy in turn; a row sees no more of them
+    first_tile: tl.tensor,  # of this launch
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     HEAD_DIM: tl.constexpr,
@@ -269,38 +293,80 @@ def _attend(
     IN_HALVES: tl.constexpr,  # queries and keys have 16 bits, so their products are exact in float32
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # rows of a program
+    TILE_ROWS: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     KEY_DIM: tl.constexpr,  # width of keys whose second part is the value; 0 if keys are apart from values
     KEY_PADDED: tl.constexpr,
 ) -> None:
-    kv_head = tl.program_id(1)
-    begin_row, end_row = _part_of_tile(tiles + 2 * tl.program_id(0), ROWS)
-    lanes, dims, steps = tl.arange(0, ROWS * GROUP_PADDED), tl.arange(0, DIM_PADDED), tl.arange(0, BLOCK)
-    row, head = begin_row + lanes // GROUP_PADDED, lanes % GROUP_PADDED
-    is_row, is_any = row < end_row, begin_row < end_row  # the rows of a tile are of one slot
-    is_query = is_row & (head < GROUP)
+    kv_head, part, cut = tl.program_id(1), tl.program_id(2) * ROWS // TILE_ROWS, tl.program_id(2) % (TILE_ROWS // ROWS)
+    begin_row, end_row = _rows_of_tile(tiles, first_tile + tl.program_id(0), cut * ROWS, ROWS)
+    lane, dims = tl.arange(0, ROWS * GROUP_PADDED), tl.arange(0, DIM_PADDED)
+    row, head = begin_row + lane // GROUP_PADDED, lane % GROUP_PADDED
+    begin, end = part * part_keys, (part + 1) * part_keys
+    first, length = _seen(lengths + row, row < end_row, window, begin, end)
+    if tl.max(length - first, 0) <= 0:  # no row sees a key of this part
+        return
+    is_query, own_head = (first < length) & (head < GROUP), kv_head * GROUP + head
     is_cell = is_query[:, None] & (dims < HEAD_DIM)[None, :]
-    heads = ((row * NUM_KV_HEADS + kv_head) * GROUP + head)[:, None].to(tl.int64)
-    cells = heads * HEAD_DIM + dims[None, :]
-    query, part = _queries(queries, heads, is_query, is_cell, HEAD_DIM, KEY_DIM, KEY_PADDED)
-    length, first, longest, earliest = _reach(lengths + row, is_row, window)
-    origin = tl.load(origins + begin_row, mask=is_any, other=0).to(tl.int64)
-    base = tl.load(bases + begin_row, mask=is_any, other=0)
-    shared = tl.where(longest > base, base // BLOCK * BLOCK, longest)  # end of the blocks that all rows share
-    highest, total, result = nothing_seen(sinks + kv_head * GROUP + head, head < GROUP, query, HAS_SINKS)
-    for begin in range(earliest // BLOCK * BLOCK, shared, BLOCK):
-        places = begin + steps
-        is_seen = (places[None, :] >= first[:, None]) & (places[None, :] < length[:, None])
-        is_there = (places >= earliest) & (places < longest)
-        state = (query, part, keys, values, origin + places, is_there, is_seen, kv_head, scale, highest, total, result)
-        highest, total, result = _meet(*state, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES)
-    end_own, path = tl.where(longest > base, end_row, begin_row), (lengths, tails, tail_width, base, origin, window)
-    own = (begin_row, end_own, row, shared, path, (query, part, keys, values), kv_head, scale)
-    highest, total, result = _meet_own(
-        *own, (highest, total, result), BLOCK, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES
-    )
-    tl.store(out + cells, (result / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty), mask=is_cell)
+    heads = (row.to(tl.int64) * row_step + own_head * head_step)[:, None]
+    query, own_query = _queries(queries, heads, is_query, is_cell, HEAD_DIM, KEY_DIM, KEY_PADDED)
+    tile, asked = (begin_row, end_row, row, first, length), (query, own_query, keys, values, kv_head, scale)
+    path = (origins, bases, lengths, tails, tail_width, window, begin, end)
+    highest, total, result = _state(tile, path, asked, BLOCK, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES)
+    if num_places == 1:
+        mean = _finished(highest, total, result, sinks + own_head, is_query, HAS_SINKS).to(out.dtype.element_ty)
+        places = row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + own_head
+        tl.store(out + places[:, None] * HEAD_DIM + dims[None, :], mean, mask=is_cell)
+    else:
+        held_row = TILE_ROWS * tl.program_id(0) + ROWS * cut + lane // GROUP_PADDED
+        places = (held_row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + own_head) * num_places + part % num_places
+        tl.store(results + places[:, None] * HEAD_DIM + dims[None, :], result, mask=is_cell)
+        tl.store(marks + 2 * places, highest, mask=is_query)
+        tl.store(marks + 2 * places + 1, total, mask=is_query)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
+def _fold_parts(
+    lengths: tl.tensor,  # this and the other arguments are as in `_attend`
+    tiles: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    results: tl.tensor,
+    marks: tl.tensor,
+    window: tl.tensor,
+    part_keys: tl.tensor,
+    num_places: tl.tensor,
+    first_tile: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,  # of a program
+    DIM_PADDED: tl.constexpr,
+) -> None:
+    """Fold the parts of a row's keys in their order."""
+    held_row, head, dims = tl.program_id(0), HEADS * tl.program_id(1) + tl.arange(0, HEADS), tl.arange(0, DIM_PADDED)
+    row, end_row = _rows_of_tile(tiles, first_tile + held_row // TILE_ROWS, held_row % TILE_ROWS, 1)
+    if row >= end_row:
+        return
+    is_head = head < NUM_HEADS
+    is_cell = is_head[:, None] & (dims < HEAD_DIM)[None, :]
+    first, length = _seen(lengths + row, row < end_row, window, 0, 2147483647)
+    highest, total = tl.full((HEADS,), float("-inf"), tl.float32), tl.zeros((HEADS,), tl.float32)
+    result = tl.full((HEADS, DIM_PADDED), -0.0, tl.float32)  # so that one part keeps its bits, a -0.0 too
+    for part in range(first // part_keys, (length - 1) // part_keys + 1):
+        places = (held_row.to(tl.int64) * NUM_HEADS + head) * num_places + part % num_places
+        sums = tl.load(results + places[:, None] * HEAD_DIM + dims[None, :], mask=is_cell, other=0.0)
+        mark, weight = tl.load(marks + 2 * places, mask=is_head), tl.load(marks + 2 * places + 1, mask=is_head)
+        peak = tl.maximum(highest, mark)
+        against = tl.where(peak == float("-inf"), 0.0, peak)
+        decay, share = tl.exp(highest - against), tl.exp(mark - against)
+        highest, total = peak, total * decay + weight * share
+        result = result * decay[:, None] + sums * share[:, None]
+    mean = _finished(highest, total, result, sinks + head, is_head, HAS_SINKS).to(out.dtype.element_ty)
+    places = row.to(tl.int64) * NUM_HEADS + head
+    tl.store(out + places[:, None] * HEAD_DIM + dims[None, :], mean, mask=is_cell)
 
 
 def attend_by_triton(
@@ -312,37 +378,53 @@ def attend_by_triton(
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    part_keys: int = PART_KEYS,
+    most_bytes: int = PARTIAL_BYTES,
 ) -> torch.Tensor:
-    """Attention of every row over its path; shapes as in `_attend`, any floating-point types."""
-    _, num_heads, width = queries.shape
+    """Attention of every row over its path; shapes as in `_attend`, any floating-point types.
+
+    Tiles whose parts' results fit in `most_bytes`, but at least one, are computed at once.
+    """
+    num_rows, num_heads, width = queries.shape
     _, num_kv_heads, head_dim = values.shape
-    out, key_dim = queries.new_empty(len(queries), num_heads, head_dim), keys.shape[2] if width > head_dim else 0
+    if queries.stride(2) != 1 or any(step % width for step in queries.stride()[:2]):
+        queries = queries.contiguous()
+    steps = queries.stride(0) // width, queries.stride(1) // width
+    out, key_dim = queries.new_empty(num_rows, num_heads, head_dim), keys.shape[2] if width > head_dim else 0
     if key_dim:
         num_kv_heads = num_heads // heads_together(num_heads)
     in_halves = _in_halves(queries.dtype, keys.dtype)
     constants = tile_constants(num_heads // num_kv_heads, head_dim, in_halves, key_dim)
-    _attend[(len(paths.tiles), num_kv_heads, TILE_ROWS // constants["ROWS"])](
-        queries,
-        keys,
-        values,
-        paths.origins,
-        paths.bases,
-        paths.lengths,
-        paths.tails,
-        paths.tiles,
-        queries if sinks is None else sinks,
-        out,
-        paths.tails.shape[1],
-        scale,
-        window,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        SOFTCAP=float(softcap),
-        HAS_SINKS=sinks is not None,
-        IN_HALVES=in_halves,
-        **constants,
-        **launch_options(constants, in_halves),
-    )
+    all_parts, num_places = num_parts(paths.longest, part_keys, window)
+    num_tiles = together = len(paths.tiles)
+    if num_places > 1:
+        together = min(num_tiles, max(1, most_bytes // tile_bytes(num_heads, head_dim, num_places)))
+    held_rows = together * TILE_ROWS if num_places > 1 else 0
+    new = partial(torch.empty, dtype=torch.float32, device=queries.device)
+    held = new(held_rows, num_heads, num_places, head_dim), new(held_rows, num_heads, num_places, 2)
+    of_rows = paths.lengths, paths.tiles, queries if sinks is None else sinks, out, *held
+    for first_tile in range(0, num_tiles, together):
+        tiles = min(together, num_tiles - first_tile)
+        parts = window, part_keys if paths.longest else ANY_LENGTH, num_places, first_tile
+        _attend[(tiles, num_kv_heads, TILE_ROWS // constants["ROWS"] * all_parts)](
+            *(queries, keys, values, paths.origins, paths.bases, paths.tails),
+            *of_rows,
+            *steps,
+            paths.tails.shape[1],
+            scale,
+            *parts,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            SOFTCAP=float(softcap),
+            HAS_SINKS=sinks is not None,
+            IN_HALVES=in_halves,
+            **constants,
+            **launch_options(constants, in_halves),
+        )
+        if num_places > 1:
+            sizes = num_heads, head_dim, sinks is not None, TILE_ROWS, FOLDED_HEADS, constants["DIM_PADDED"]
+            grid = tiles * TILE_ROWS, triton.cdiv(num_heads, FOLDED_HEADS)
+            _fold_parts[grid](*of_rows, *parts, *sizes, num_warps=1, enable_fp_fusion=True)
     return out
 
 

@@ -118,7 +118,7 @@ def _inputs(batch: Batch, num_rows: int) -> np.ndarray:
     has tiles too.
     """
     (chunk,) = batch.chunks
-    rows, origins, bases, lengths, tails, tiles = (numbers.numpy() for numbers in chunk.paths_on_host())
+    rows, origins, bases, lengths, tails, tiles = (numbers.numpy() for numbers in chunk.paths_on_host()[:-1])
     columns = np.stack((batch.tokens, batch.positions, rows, origins, bases, lengths))
     padding = num_rows - batch.num_tokens
     columns = np.pad(columns, ((0, 0), (0, padding)), mode="edge")

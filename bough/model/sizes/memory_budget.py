@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from bough.config.processes import TargetConfig
 from bough.errors import ConfigError
 from bough.model.architecture.architecture import max_positions
-from bough.model.batch.path_spans import SPAN_ROWS
+from bough.model.batch.path_spans import PART_KEYS, PARTIAL_BYTES, SPAN_ROWS, num_parts, tile_bytes
 from bough.model.kv.session_kv import KVShape
 from bough.model.kv.state_shape import RECURRENT
 from bough.model.loading.loading import Skeleton
@@ -180,7 +180,7 @@ def fixed_bytes(
     kv, states = _kv_bytes(settings, config, shape, room)
     staged, on_host = (kv, 0) if settings.kv_tier == "device" else (STAGED_LAYERS * kv // max(1, shape.num_layers), kv)
     activations = (activation_bytes if has_head else layer_activation_bytes)(config, shape, limits)
-    activations += 0 if is_gpu else score_bytes(config, shape, limits, settings.threads)
+    activations += attention_bytes(config, shape, limits, 0 if is_gpu else settings.threads)
     return Fixed(resident - embeddings, staged + states, activations, scratch, on_host, host_embeddings=embeddings)
 
 
@@ -214,7 +214,7 @@ def other_devices(
     given = ",".join(f"{name}={num_bytes}" for name, num_bytes in settings.resident_devices)
     limits = TargetLimits.of(settings, max_positions(config))
     layer_kv = max(layer_kv_bytes(settings, config, shape, room))
-    fixed = _buffer_bytes(settings, config, shape, scratch, room)
+    fixed = stage_buffer_bytes(settings, True, config, shape, scratch, room)
     hop = _sweep_rows(limits) * hidden_bytes(config, shape.dtype)
     for name, _ in settings.resident_devices:
         if name == device or int(name.removeprefix("cuda:")) >= count:
@@ -245,20 +245,12 @@ def stage_buffer_bytes(
     scratch: int,
     room: KVRoom | None = None,
 ) -> int:
-    """The memory that a stage takes in addition to its layers and their KV."""
-    limits = TargetLimits.of(settings, max_positions(config))
-    scores = 0 if is_gpu else score_bytes(config, shape, limits, settings.threads)
-    return _buffer_bytes(settings, config, shape, scratch, room) + scores
-
-
-def _buffer_bytes(
-    settings: TargetConfig, config: PretrainedConfig, shape: KVShape, scratch: int, room: KVRoom | None = None
-) -> int:
     """The memory that a device with layers but no output head takes in addition: activations, scratch, staged KV."""
     limits = TargetLimits.of(settings, max_positions(config))
     kv, _ = _kv_bytes(settings, config, shape, room)
     staged = STAGED_LAYERS * kv // max(1, shape.num_layers) if settings.kv_tier == "host" else 0
-    return layer_activation_bytes(config, shape, limits) + scratch + staged
+    attention = attention_bytes(config, shape, limits, 0 if is_gpu else settings.threads)
+    return layer_activation_bytes(config, shape, limits) + attention + scratch + staged
 
 
 def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, host: int) -> Budgets:
@@ -286,12 +278,18 @@ def _scales_logits(config: PretrainedConfig) -> bool:
     return any(isinstance(value, int | float) and value not in (0, 1) for value in numbers)
 
 
-def score_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits, num_threads: int) -> int:
+def attention_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits, num_threads: int) -> int:
     """Memory of CPU threads for a tile of rows: scores, queries and results of a KV head's query heads.
 
-    Latent attention has one KV head, and its tile all heads: 8 KB for each key with DeepSeek V3's 128.
+    Latent attention has one KV head, and its tile all heads: 8 KB for each key with DeepSeek V3's 128. On a GPU, which
+    has no threads, it is the memory for results of parts of the keys: at least those of a tile.
     """
-    group = int(config.num_attention_heads) // shape.num_kv_heads
+    num_heads = int(config.num_attention_heads)
+    if not num_threads:
+        _, parts = num_parts(limits.slot_rows, PART_KEYS, window=0)
+        of_tile = tile_bytes(num_heads, shape.value_dim or shape.head_dim, parts)
+        return min(limits.max_sweep_tokens * of_tile, max(PARTIAL_BYTES, of_tile)) if parts > 1 else 0
+    group = num_heads // shape.num_kv_heads
     width = limits.slot_rows + 2 * (shape.head_dim + shape.value_dim)
     return num_threads * SPAN_ROWS * group * width * FLOAT32_BYTES
 

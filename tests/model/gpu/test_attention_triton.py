@@ -28,6 +28,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="Triton is not installed; builds of torch for GPUs bring it")
 if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("without a GPU, TRITON_INTERPRET=1 has the kernel interpreted", allow_module_level=True)
+PART = 64  # positions of a part in these tests
 BLOCK: int = importlib.import_module("bough.model.gpu.attention_triton").BLOCK
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the result's own type
 
@@ -72,9 +73,12 @@ def test_the_kernel_equals_masked_attention(
     keys, values = torch.randn(2, 160, kv_heads, head_dim, device=DEVICE, dtype=dtype)
     queries = torch.randn(12, heads, head_dim, device=DEVICE, dtype=dtype)
     sinks = torch.randn(heads, device=DEVICE) if has_sinks else None
-    mine = kernel.attend_by_triton(queries, keys, values, paths, 0.25, window, softcap, sinks)
-    theirs = attend_by_mask(queries, keys, values, paths, 0.25, window, softcap, sinks)
-    torch.testing.assert_close(mine.float(), theirs.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    rules = 0.25, window, softcap, sinks
+    theirs = attend_by_mask(queries, keys, values, paths, *rules).float()
+    in_parts = kernel.attend_by_triton(queries, keys, values, paths, *rules, PART)
+    captured = kernel.attend_by_triton(queries, keys, values, paths._replace(longest=0), *rules, PART)
+    for mine in (in_parts, captured):  # a captured step has one part of any length
+        torch.testing.assert_close(mine.float(), theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", [0, 30])
@@ -84,12 +88,12 @@ def test_a_row_has_the_bits_of_its_own_path(kernel: ModuleType, window: int) -> 
     tree, base, node = random_tree(np.random.default_rng(4), 14), 59, 13
     keys, values = torch.randn(2, 90, 2, 16, device=DEVICE)
     queries = torch.randn(14, 4, 16, device=DEVICE)
-    paths = paths_of(tree_at(base, tree))
-    in_tree = kernel.attend_by_triton(queries, keys, values, paths, 0.25, window, 0.0, None)[node]
+    paths, rules = paths_of(tree_at(base, tree)), (0.25, window, 0.0, None, PART)
+    in_tree = kernel.attend_by_triton(queries, keys, values, paths, *rules)[node]
     path = [*range(base), *(base + step for step in tree.path(node))]
     alone = paths_of(tree_at(len(path) - 1, Tree.root(1)))
-    plain = kernel.attend_by_triton(queries[[node]], keys[path], values[path], alone, 0.25, window, 0.0, None)[0]
-    assert torch.equal(in_tree, plain)
+    assert base < PART < len(path), "the path has its own keys in both parts"
+    assert torch.equal(in_tree, kernel.attend_by_triton(queries[[node]], keys[path], values[path], alone, *rules)[0])
 
 
 @pytest.mark.slow
@@ -99,10 +103,10 @@ def test_latents_are_keys_and_values(kernel: ModuleType, dtype: torch.dtype) -> 
     torch.manual_seed(8)
     tree, base, node = random_tree(np.random.default_rng(8), 6), 37, 5
     keys, values = torch.randn(50, 1, 8, device=DEVICE, dtype=dtype), torch.randn(50, 1, 24, device=DEVICE, dtype=dtype)
-    queries, rules = torch.randn(6, 20, 32, device=DEVICE, dtype=dtype), (0.25, 0, 0.0, None)
+    queries, rules = torch.randn(6, 20, 32, device=DEVICE, dtype=dtype), (0.25, 0, 0.0, None, BLOCK)
     paths = paths_of(tree_at(base, tree))
     mine = kernel.attend_by_triton(queries, keys, values, paths, *rules)
-    wanted = attend_by_mask(queries, keys, values, paths, *rules)
+    wanted = attend_by_mask(queries, keys, values, paths, *rules[:-1])
     torch.testing.assert_close(mine.float(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     path = [*range(base), *(base + step for step in tree.path(node))]
     alone = paths_of(tree_at(len(path) - 1, Tree.root(1)))
@@ -119,6 +123,8 @@ def test_unwritten_rows_have_no_effect(kernel: ModuleType) -> None:
     queries = torch.randn(9, 4, 16, device=DEVICE)
     paths = paths_of(tree_at(base, tree), begins=(5,))
     mine = kernel.attend_by_triton(queries, keys, values, paths, 0.25, 0, 0.0, None)
+    for other in (queries.transpose(0, 1).contiguous().transpose(0, 1), torch.stack((queries, queries), 3)[..., 0]):
+        assert torch.equal(mine, kernel.attend_by_triton(other, keys, values, paths, 0.25, 0, 0.0, None)), "by strides"
     theirs = attend_by_mask(queries, keys, values, paths, 0.25, 0, 0.0, None)
     assert not mine.isnan().any()
     torch.testing.assert_close(mine, theirs, atol=3e-6, rtol=3e-6)
@@ -148,6 +154,11 @@ def test_rows_of_a_session_read_the_same_committed_rows(kernel: ModuleType, monk
     kernel.attend_by_triton(queries, keys, values, paths_of(tree_at(base, star)), 0.25, 0, 0.0, None)
     once = 2 * base * 16 * 2
     assert once < loads.num_bytes < 1.2 * once
+    loads.num_bytes, rules = 0, (0.25, 2 * BLOCK, 0.0, None)
+    found = kernel.attend_by_triton(queries, keys, values, paths_of(tree_at(base, star)), *rules, BLOCK)
+    theirs = attend_by_mask(queries, keys, values, paths_of(tree_at(base, star)), *rules)
+    torch.testing.assert_close(found.float(), theirs, atol=1e-3, rtol=1e-3)
+    assert loads.num_bytes < once, "parts before the window load nothing but rows' lengths"
 
 
 @pytest.mark.slow
@@ -163,7 +174,10 @@ def test_rows_of_a_session_read_the_same_committed_rows(kernel: ModuleType, monk
 def test_a_rows_bits_do_not_depend_on_other_rows(
     kernel: ModuleType, heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype
 ) -> None:
-    """Of two sessions' trees and a piece of context, with any of their rows in a chunk, and anywhere in a tile."""
+    """Of two sessions' trees and a piece of context, with any of their rows in a chunk, and anywhere in a tile.
+
+    With others some rows' keys are parts of which alone there is one; and tiles need not be launched at once.
+    """
     torch.manual_seed(8)
     rng, begins = np.random.default_rng(8), (0, 150, 300)
     segments = [
@@ -175,12 +189,15 @@ def test_a_rows_bits_do_not_depend_on_other_rows(
     sizes = [len(segment) for segment in segments]
     queries = torch.randn(sum(sizes), heads, head_dim, device=DEVICE, dtype=dtype)
 
-    def attend(rows: torch.Tensor, *parts: Segment, begins: tuple[int, ...]) -> torch.Tensor:
+    sinks = torch.randn(heads, device=DEVICE)
+
+    def attend(rows: torch.Tensor, *parts: Segment, begins: tuple[int, ...], most_bytes: int = 2**26) -> torch.Tensor:
         paths = paths_of(*parts, begins=begins)
-        return kernel.attend_by_triton(rows.contiguous(), keys, values, paths, 0.25, window, 0.0, None)
+        return kernel.attend_by_triton(rows, keys, values, paths, 0.25, window, 0.0, sinks, PART, most_bytes)
 
     together = attend(queries, *segments, begins=begins)
-    theirs = attend_by_mask(queries, keys, values, paths_of(*segments, begins=begins), 0.25, window, 0.0, None)
+    assert torch.equal(together, attend(queries, *segments, begins=begins, most_bytes=1))
+    theirs = attend_by_mask(queries, keys, values, paths_of(*segments, begins=begins), 0.25, window, 0.0, sinks)
     torch.testing.assert_close(together.float(), theirs.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     for segment, begin, own in zip(segments, begins, together.split(sizes), strict=True):
         mine = queries.split(sizes)[segments.index(segment)]
@@ -216,7 +233,9 @@ def compiled(capability, numbers, in_halves):
     constants |= tile_constants(8, 128, in_halves)
     kinds = dict.fromkeys(("queries", "keys", "values", "sinks", "out"), numbers) | {"scale": "fp32"}
     kinds |= dict.fromkeys(("origins", "bases", "lengths", "tails", "tiles"), "*i32")
-    kinds |= {"tail_width": "i32", "window": "i32"}
+    kinds |= dict.fromkeys(("results", "marks"), "*fp32")
+    kinds |= dict.fromkeys(("row_step", "head_step", "tail_width", "window"), "i32")
+    kinds |= dict.fromkeys(("part_keys", "num_places", "first_tile"), "i32")
     signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
     return compile(source, target=GPUTarget("cuda", capability, 32), options=launch_options(constants, in_halves))

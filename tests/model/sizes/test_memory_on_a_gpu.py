@@ -22,6 +22,7 @@ from bough.model.running.host_embeddings import embeddings_for_host, host_bytes
 from bough.model.sizes import memory_budget
 from bough.model.sizes.memory_budget import (
     activation_bytes,
+    attention_bytes,
     budgets,
     device_budget,
     other_devices,
@@ -99,6 +100,13 @@ def test_one_unpacked_matrix_has_room_if_there_is_any(
         placement = placed(monkeypatch, awq_70b, "--kv-memory", "2GB")
     assert placement.fixed.scratch == scratch
     assert len(placement.layers(Tier.RESIDENT)) >= 38
+
+
+@pytest.mark.parametrize(("context", "num_bytes"), [(768, 0), (8192, 2**26), (200_000, 4 * 16 * 64 * 196 * 130)])
+def test_results_of_parts_of_long_contexts_have_room(context: int, num_bytes: int) -> None:
+    """64 MiB, or those of one tile of rows."""
+    config, limits = llama_70b(), TargetLimits(256, 1024, 256, context)
+    assert attention_bytes(config, KVShape.of(config, torch.bfloat16), limits, num_threads=0) == num_bytes
 
 
 @pytest.mark.parametrize("num_sessions", [1, 2, 4])
