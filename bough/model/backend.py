@@ -229,6 +229,7 @@ def in_counts(
         out = result.new_empty(sizes)
         spans = iter(torch.split(out, counts.most, axis))
         next(spans).copy_(result)
+        del result
         for span, part in zip(spans, parts, strict=True):
             span.copy_(function(*part))
     return out.narrow(axis, 0, count)

@@ -314,7 +314,9 @@ def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Tar
     )  # a mixture's rows wait for their experts together
     copies = (tokens - further) * (HIDDEN_COPIES + num_chosen) + further * FURTHER_COPIES
     hidden = copies * hidden_bytes(config, shape.dtype)
-    intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
+    width = int(getattr(config, "intermediate_size", 4 * config.hidden_size))
+    of_experts = tokens * int(getattr(config, "moe_intermediate_size", None) or width) if num_chosen else 0  # of one
+    intermediate = max(rows * width, of_experts) * size * 4
     attention = 0
     if shape.value_dim:  # latents: each head's queries and results are as wide, some of them copied
         attention = 4 * rows * int(config.num_attention_heads) * (shape.head_dim + shape.value_dim) * size
