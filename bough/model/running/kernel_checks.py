@@ -6,20 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import groupby, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 from torch import finfo, nn
 
 from bough.model.architecture.latent import is_latent
+from bough.model.architecture.moe import ExpertSources
 from bough.model.backend import ACTIVATIONS, Backend, Norm, Rotary, Table, computing_by
 from bough.model.batch.batch import Batch, Segment
 from bough.model.batch.state_steps import COMMITTED, StateSteps
 from bough.model.checkpoint.container import TensorPlace
 from bough.model.kv.session_kv import KVMemory, KVShape, KVSlot
 from bough.model.loading.loading import Skeleton
-from bough.model.packed import Matrix
+from bough.model.packed import Matrix, Stack
 from bough.model.quant.format import Dequantized, place_of
 from bough.model.running.fused_parts import NORMS, ROTARIES
 from bough.trees.tree import Tree
@@ -67,7 +68,8 @@ class Check(NamedTuple):
 
 def checks_of(skeleton: Skeleton) -> tuple[Check, ...]:
     """Checks of the kernels that a model needs."""
-    return (*_products(skeleton), *_parts_of_rows(skeleton), *_attention(skeleton), *_recurrence(skeleton))
+    kinds = _products, _products_by_head, _experts, _parts_of_rows, _attention, _recurrence
+    return tuple(check for kind in kinds for check in kind(skeleton))
 
 
 def _operand(
@@ -79,7 +81,8 @@ def _operand(
 ) -> Matrix:
     """A packed matrix, random numbers, or integers up to 8, of a matrix with a first row of ones."""
     if isinstance(of, Dequantized):
-        return of.packed([part.to(device) for part in of.random(np.random.default_rng(0))])
+        seed = int(torch.randint(1 << 30, (), generator=generator))
+        return of.packed([part.to(device) for part in of.random(np.random.default_rng(seed))])
     size = tuple(of)
     numbers = torch.randn(size, generator=generator) if is_random else torch.randint(-8, 9, size, generator=generator)
     if len(size) == 2 and not is_random:
@@ -103,11 +106,32 @@ def _products(skeleton: Skeleton) -> Iterator[Check]:
         yield Check(f"{name}, integers", sizes, 1, _multiplied, is_shared=False)
         yield Check(name, sizes, 1, _multiplied, 8 * inputs * UNIT, is_shared=False)
     slots = (*skeleton.resident_slots, *(slot for layer in skeleton.layer_slots for slot in layer))
-    packed = [_few_outputs(x.source) for x in slots if isinstance(x.source, Dequantized) and x.source.is_packed]
-    for source in dict.fromkeys(packed):
+    for source in dict.fromkeys(_few_outputs(x.source) for x in slots if _is_packed(x.source)):
         outputs, inputs = source.shape
         name = f"product of {inputs} inputs, {outputs} outputs in the layout {_layout(source)}"
         yield Check(name, ((NUM_ROWS, inputs), source), 1, _multiplied, 8 * inputs * UNIT, is_shared=False)
+
+
+def _products_by_head(skeleton: Skeleton) -> Iterator[Check]:
+    """Of latent attention: with the matrices of keys, which are turned, and of values."""
+    config = skeleton.config
+    if any(map(is_latent, skeleton.model.modules())):
+        heads, rank = int(config.num_attention_heads), int(config.kv_lora_rank)
+        for inputs, outputs, axis in ((config.qk_nope_head_dim, rank, 1), (rank, config.v_head_dim, 2)):
+            sizes = (NUM_ROWS, heads, inputs), (heads, *((inputs, outputs) if axis == 1 else (outputs, inputs)))
+            call = partial(_multiplied_by_head, axis)
+            yield Check(f"products by head of {sizes}", sizes, 1, call, 8 * inputs * UNIT, is_shared=False)
+
+
+def _multiplied_by_head(
+    axis: int, backend: Backend, _: Sequence[int], rows: torch.Tensor, matrices: torch.Tensor
+) -> torch.Tensor:
+    """`axis` of the matrices has the inputs."""
+    return backend.linear_by_head(rows.transpose(0, 1), matrices.transpose(axis, 2))
+
+
+def _is_packed(source: object) -> TypeGuard[Dequantized]:
+    return isinstance(source, Dequantized) and source.is_packed
 
 
 def _few_outputs(source: Dequantized) -> Dequantized:
@@ -140,6 +164,30 @@ def _multiplied(
         if not torch.equal(out, backend.multiply(rows, plain, *bias)):
             raise ArithmeticError("products with packed weights have other bits than with these written out")
     return out
+
+
+def _experts(skeleton: Skeleton) -> Iterator[Check]:
+    """Three experts, of which each row chooses two."""
+    sources = (slot.source for layer in skeleton.layer_slots for slot in layer)
+    parts = [source.parts[0] for source in sources if isinstance(source, ExpertSources)]
+    few = (_few_outputs(part) if _is_packed(part) else (min(part.shape[0], MANY), part.shape[1]) for part in parts)
+    for matrix in dict.fromkeys(few):
+        outputs, inputs = matrix.shape if isinstance(matrix, Dequantized) else matrix
+        layout = f" in the layout {_layout(matrix)}" if isinstance(matrix, Dequantized) else ""
+        operands = ((NUM_ROWS, inputs), matrix, matrix, matrix)
+        name = f"product of {inputs} inputs, {outputs} outputs of experts{layout}"
+        yield Check(name, operands, 1, _chosen, 8 * inputs * UNIT, is_shared=False)
+
+
+def _chosen(backend: Backend, numbers: Sequence[int], rows: torch.Tensor, *matrices: Matrix) -> torch.Tensor:
+    """Both products of each row."""
+    chosen = torch.tensor([(number % 3, (number + 1) % 3) for number in numbers]).to(rows.device)
+    if backend.groups_experts:
+        tiles = backend.expert_tiles(chosen, 3)
+        out = backend.multiply_grouped(rows, Stack.of(matrices), tiles)
+        return out[torch.argsort(tiles.choices)].view(len(rows), -1)
+    by_expert = torch.stack([_multiplied(backend, numbers, rows, matrix) for matrix in matrices], 1)
+    return by_expert[torch.arange(len(rows), device=rows.device)[:, None], chosen].flatten(1)
 
 
 def _parts_of_rows(skeleton: Skeleton) -> Iterator[Check]:

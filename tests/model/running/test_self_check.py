@@ -20,6 +20,7 @@ from bough.model.backend import REFERENCE_NOTE, RUNGS, backend_of, choose_backen
 from bough.model.backends.triton import TritonBackend
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import Skeleton, build_skeleton
+from bough.model.packed import Stack
 from bough.model.quant.format import Dequantized
 from bough.model.quant.formats import SAMPLES
 from bough.model.running import kernel_checks, self_check
@@ -203,6 +204,23 @@ def test_a_check_takes_few_outputs_of_a_large_packed_matrix(name: str) -> None:
     assert few.shape == (256, 512)
     matrix = few.packed(few.random(np.random.default_rng(0)))
     assert load("cpu").written_out(matrix, torch.float32).isfinite().all()
+
+
+def test_grouped_products_of_experts_that_fail_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here with the first expert's matrix for all."""
+    folder = save_model(tmp_path / "model", FAMILIES["qwen2 moe, shared expert"])
+    skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
+    right = TritonBackend.multiply_grouped
+
+    def by_one(self: Any, rows: torch.Tensor, stack: Stack, *others: Any) -> torch.Tensor:
+        return right(self, rows, stack._replace(matrices=stack.matrices[:1] * len(stack.matrices)), *others)
+
+    monkeypatch.setattr(TritonBackend, "multiply_grouped", by_one)
+    monkeypatch.setattr(kernel_checks, "_attention", lambda *_: ())
+    assert checked_backend("auto", [device()], skeleton).name == "cublas"
+    assert re.search(
+        r"product of 64 inputs, 96 outputs of experts: .* off than rounding", next(backend_notes(device()))
+    )
 
 
 def test_weights_unpacked_to_other_bits_are_noticed(
