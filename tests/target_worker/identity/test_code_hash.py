@@ -32,7 +32,7 @@ OTHERS = modules(
     ("bough.processes", "signals"),
     ("bough.protocol", "cost_curve ids messages prefix_hash"),
     ("bough.runtime", "exit_status host_memory kv_budget machine"),
-    ("bough.sizing", "cost_model placement sweep_times"),
+    ("bough.sizing", "cost_model distinct_experts placement sweep_times"),
     ("bough.telemetry", "spans"),
     ("bough.tokenization", "vocabulary"),
     ("bough.trees", "acceptance scheme_acceptance"),
