@@ -424,7 +424,8 @@ def attend_by_triton(
         if num_places > 1:
             sizes = num_heads, head_dim, sinks is not None, TILE_ROWS, FOLDED_HEADS, constants["DIM_PADDED"]
             grid = tiles * TILE_ROWS, triton.cdiv(num_heads, FOLDED_HEADS)
-            _fold_parts[grid](*of_rows, *parts, *sizes, num_warps=1, enable_fp_fusion=True)
+            num_warps = max(1, constants["DIM_PADDED"] // 128)  # one would spill with latents
+            _fold_parts[grid](*of_rows, *parts, *sizes, num_warps=num_warps, enable_fp_fusion=True)
     return out
 
 
