@@ -46,6 +46,7 @@ def test_flags_of_other_gpus_are_passed_on_unchanged() -> None:
         (["--model", "m", "--row", "3"], {}, "--row"),
         (["--model", "m", "--rows", "many"], {}, "--rows: must be a whole number, 0 or more, got 'many'"),
         (["--model", "m", "--rows", "-1"], {}, "--rows: must be .* got '-1'"),
+        (["--model", "m", "--max-sweep-tokens", "-1"], {}, "--max-sweep-tokens: must be a whole number, 0 or more"),
         (["--model", "m", "--port", "70000"], {}, "--port: must be a whole number, 0 to 65535, got '70000'"),
         (["--model", "m", "--dtype", "int3"], {}, "--dtype: must be auto, bfloat16.*, got 'int3'"),
         (["--model", "m", "--kv-memory", "lots"], {}, "--kv-memory: must be a size such as .*, got 'lots'"),

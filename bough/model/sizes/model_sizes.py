@@ -179,9 +179,7 @@ def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, devic
         scratch_bytes=max(_scratch_bytes(layer, by_matrix) for layer in parameters),
         packed=max((p for layer in parameters for p in layer), key=lambda p: p.unpacked_bytes).packed,
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
-        rows=RowCounts(1024, 1)
-        if by_matrix
-        else row_counts(model, format_, dtype, rows, backend_of(torch.device(device_type))),
+        rows=row_counts(model, format_, dtype, rows, backend_of(torch.device(device_type))),
         work=_work(config, parameters, _head_bytes(model), dtype, by_matrix),
         apart=_apart(parameters, by_matrix),
     )

@@ -41,7 +41,7 @@ class TargetLimits:
         """
         max_sweep_tokens = max(settings.max_sweep_tokens or SWEEP_TOKENS, settings.max_nodes)
         max_context = min(settings.max_context or max_positions, max_positions)
-        least = 0 if is_given else SWEEP_TOKENS
+        least = 0 if is_given else max(SWEEP_TOKENS, settings.max_nodes)
         return cls(
             settings.rows, max_sweep_tokens, settings.max_nodes, max_context, KV_STEP, settings.kv_sessions, least
         )

@@ -161,6 +161,7 @@ def test_large_sweeps_take_little_memory(awq_70b: Path) -> None:
     one = TargetLimits.of(replace(settings, max_sweep_tokens=4096, kv_sessions=1, max_nodes=64), 8192)
     assert one.max_logit_rows == 64
     assert TargetLimits.of(replace(settings, max_nodes=2000), 8192).max_logit_rows == 2000, "of one tree"
+    assert TargetLimits.of(replace(settings, max_nodes=2000), 8192, is_given=False).sweep_tokens(0.0) == 2000
     assert settled(parse(TargetConfig, "t", ["--model", "m"], {}), config, "cpu").max_sweep_tokens == 1024
 
 

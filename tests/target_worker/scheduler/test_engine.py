@@ -71,6 +71,16 @@ def test_a_warm_up_leaves_nothing_and_reports_its_error(engine: SweepEngine, mod
     assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
 
 
+def test_a_warm_up_asks_for_no_more_logits_than_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It times a tree of as many nodes as its slot has rows."""
+    rows: list[int] = []
+    monkeypatch.setattr(FakeModel, "warm_up", lambda _, slot, __: rows.append(slot.num_rows))
+    for limits in (LIMITS, replace(LIMITS, max_nodes=3, kv_sessions=2)):
+        with running(FakeModel(), new_pool(Clock()), limits) as engine:
+            engine.warm_up().result(5)
+    assert rows == [8, 6], "rows of a chunk, and two trees"
+
+
 def test_a_verdict_reports_its_sweep_and_the_cost_curve(engine: SweepEngine, model: FakeModel) -> None:
     assert engine.cost is None
     model.gate.clear()
