@@ -6,10 +6,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +21,7 @@ from bough.model.backends.triton import TritonBackend
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import Skeleton, build_skeleton
 from bough.model.packed import Stack
-from bough.model.quant.format import Dequantized
+from bough.model.quant.format import Dequantized, place_of
 from bough.model.quant.formats import SAMPLES
 from bough.model.running import kernel_checks, self_check
 from bough.model.running.device import working_on
@@ -197,13 +197,19 @@ def test_products_with_packed_weights_are_checked(method: str, bits: int, tiny: 
             check.run(backend, skeleton.dtype, device())
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_a_check_takes_few_outputs_of_a_large_packed_matrix(name: str) -> None:
-    """Of the same layout, so that its tensors fit together."""
-    few = _few_outputs(SAMPLES[name](1024, 512))
+TENSOR_WISE = replace(SAMPLES["fp8 8 bits"](1024, 512), scales=place_of("F32", 1), block=(1024, 512))  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    "source", [*(make(1024, 512) for make in SAMPLES.values()), TENSOR_WISE], ids=[*SAMPLES, "fp8"]
+)
+def test_few_outputs_of_a_large_packed_matrix_are_checked(source: Dequantized) -> None:
+    """In the same layout, so that its tensors fit together."""
+    few = _few_outputs(source)
     assert few.shape == (256, 512)
-    matrix = few.packed(few.random(np.random.default_rng(0)))
-    assert load("cpu").written_out(matrix, torch.float32).isfinite().all()
+    check = Check("", ((96, 512), few), 1, kernel_checks._multiplied, 1e-3)
+    with computing_by("triton") as backend, working_on(device()), torch.inference_mode():
+        check.run(backend, torch.bfloat16, device())
 
 
 def test_grouped_products_of_experts_that_fail_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
