@@ -110,7 +110,8 @@ class WorkerConfig(ServiceConfig):
     device: str = setting("auto", "cpu, cuda or cuda:1; auto is a GPU if there is one", parse_device)
     backend: str = setting(
         AUTO,
-        "cpu or triton are bough's kernels for --device; cublas multiplies by cuBLAS; reference is slow plain torch",
+        "cpu and triton are bough's kernels, cublas multiplies by cuBLAS, reference is slow plain torch; "
+        "auto takes the first that passes a check on a GPU",
         one_of(AUTO, "cpu", "triton", "cublas", "reference"),
     )
     threads: int = setting(usable_cpus(), "CPU threads for computation", parse_count)
