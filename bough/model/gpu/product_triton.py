@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 
-from bough.model.gpu.unpack_triton import BLOCK_K, BLOCK_N, Tensors, bits_of, factors, operands, rounded, tile
+from bough.model.gpu.unpack_triton import TILE, WIDTH, Layout, bits_of, factors, operands, rounded, tile
 from bough.model.packed import ExpertTiles, Matrix, Stack
 
 LEAST_ROWS, MOST_ROWS = 16, 128  # rows of a program
@@ -57,8 +57,6 @@ def _multiply(
     addresses: tl.tensor,  # (experts, 6) int64: of each expert's tensors and bias; used with `tiles`
     LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     IN_HALVES: tl.constexpr,  # tensor cores multiply in 16 bits
     IS_BF16: tl.constexpr,
     ALIGNMENT: tl.constexpr,  # of addresses
@@ -73,23 +71,23 @@ def _multiply(
         numbers, scales = _own(numbers, own, 0, ALIGNMENT), _own(scales, own, 1, ALIGNMENT)
         zeros, order, whole = _own(zeros, own, 2, ALIGNMENT), _own(order, own, 3, ALIGNMENT), _own(whole, own, 4, 4)
         tensors, bias = (numbers, scales, zeros, order, whole), _own(bias, own, 5, 2)
-    n_begin, head = tl.program_id(1) * BLOCK_N, tl.program_id(2).to(tl.int64)
-    m, n, steps = begin + tl.arange(0, BLOCK_M), n_begin + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    n_begin, head = tl.program_id(1) * TILE, tl.program_id(2).to(tl.int64)
+    m, n, steps = begin + tl.arange(0, BLOCK_M), n_begin + tl.arange(0, TILE), tl.arange(0, TILE)
     is_row = (m < end)[:, None]
     source = m if places is None else tl.load(places + m, mask=m < end, other=0)
     own_rows = rows + head * strides[0] + source[:, None].to(tl.int64) * strides[1]
     if LAYOUT.name == "PLAIN":
         tensors = (tensors[0] + head * strides[4], None, None, None, None)
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    scale = factors(tensors, sizes, n_begin, 0, LAYOUT, BLOCK_K, BLOCK_N)
-    for k_begin in range(0, sizes.inputs, BLOCK_K):
+    sums = tl.zeros((BLOCK_M, TILE), tl.float32)
+    scale = factors(tensors, sizes, n_begin, 0, LAYOUT)
+    for k_begin in range(0, sizes.inputs, TILE):
         k = (k_begin + steps)[None, :]
         row = tl.load(own_rows + k, mask=is_row & (k < sizes.inputs), other=0.0)
         if LAYOUT.factors == "":
-            scale = factors(tensors, sizes, n_begin, k_begin, LAYOUT, BLOCK_K, BLOCK_N)
-        weights = tile(tensors, sizes, scale, n_begin, k_begin, LAYOUT, BLOCK_K, BLOCK_N)
+            scale = factors(tensors, sizes, n_begin, k_begin, LAYOUT)
+        weights = tile(tensors, sizes, scale, n_begin, k_begin, LAYOUT)
         if LAYOUT.factors == "EARLY":
-            scale = factors(tensors, sizes, n_begin, k_begin + BLOCK_K, LAYOUT, BLOCK_K, BLOCK_N)
+            scale = factors(tensors, sizes, n_begin, k_begin + TILE, LAYOUT)
         weights = _operand(weights, rows, IN_HALVES, IS_BF16)
         if IN_HALVES:
             sums = tl.dot(row, weights, sums)
@@ -108,10 +106,10 @@ def multiply(rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = Non
     tensors, sizes, layout = operands(matrix)
     strides = (0, flat.shape[1], 0, out.shape[1], 0)
     count = _rows_of_program(len(flat))
-    grid = (triton.cdiv(len(flat), count), triton.cdiv(sizes.outputs, BLOCK_N), 1)
+    grid = (triton.cdiv(len(flat), count), triton.cdiv(sizes.outputs, WIDTH), 1)
     operands_ = flat, tensors, sizes, bias, bits_of(out), strides, len(flat), None, None, None
     if len(flat):
-        _multiply[grid](*operands_, layout, **_constants(count, rows.dtype))
+        _multiply[grid](*operands_, layout, **_constants(count, rows.dtype, layout))
     return out.view(*rows.shape[:-1], out.shape[1])
 
 
@@ -123,10 +121,10 @@ def linear_by_head(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     _, sizes, layout = operands(matrices[0])
     strides = (*rows.stride()[:2], outputs, heads * outputs, matrices.stride(0))
     count = _rows_of_program(num_rows)
-    grid = (triton.cdiv(num_rows, count), triton.cdiv(outputs, BLOCK_N), heads)
-    operands_ = rows, Tensors(matrices), sizes, None, bits_of(out), strides, num_rows, None, None, None
+    grid = (triton.cdiv(num_rows, count), triton.cdiv(outputs, WIDTH), heads)
+    operands_ = rows, (matrices, None, None, None, None), sizes, None, bits_of(out), strides, num_rows, None, None, None
     if num_rows:
-        _multiply[grid](*operands_, layout, **_constants(count, rows.dtype))
+        _multiply[grid](*operands_, layout, **_constants(count, rows.dtype, layout))
     return out
 
 
@@ -136,10 +134,10 @@ def multiply_grouped(rows: torch.Tensor, stack: Stack, tiles: ExpertTiles, is_so
     tensors, sizes, layout = operands(stack.first, stack.alignment)
     out = rows.new_empty(num_rows, sizes.outputs)
     strides = (0, rows.shape[1], 0, out.shape[1], 0)
-    grid = (len(tiles.table), triton.cdiv(sizes.outputs, BLOCK_N), 1)
+    grid = (len(tiles.table), triton.cdiv(sizes.outputs, WIDTH), 1)
     places = None if is_sorted else tiles.places
     operands_ = rows, tensors, sizes, stack.bias, bits_of(out), strides, num_rows, places, tiles.table, stack.addresses
-    constants = _constants(rows_of_tile(num_rows, num_experts), rows.dtype)
+    constants = _constants(rows_of_tile(num_rows, num_experts), rows.dtype, layout)
     if num_rows:
         _multiply[grid](*operands_, layout, **constants | {"ALIGNMENT": stack.alignment})
     return out
@@ -207,11 +205,11 @@ def _least_rows() -> int:
     return 64 if capability // 10 in WARP_GROUPS else LEAST_ROWS
 
 
-def _constants(num_rows: int, dtype: torch.dtype) -> dict[str, object]:
-    """Constants and options of a program, by its rows."""
+def _constants(num_rows: int, dtype: torch.dtype, layout: Layout) -> dict[str, object]:
+    """Constants and options of a program, by its rows. Scales of each input leave registers for fewer stages."""
     is_bf16 = dtype == torch.bfloat16
     in_halves = dtype == torch.float16 or (is_bf16 and not isinstance(_multiply, InterpretedFunction))
-    num_warps, num_stages = OPTIONS[num_rows]
-    constants: dict[str, object] = {"BLOCK_M": num_rows, "BLOCK_K": BLOCK_K, "BLOCK_N": BLOCK_N, "IN_HALVES": in_halves}
+    num_warps, num_stages = OPTIONS[num_rows] if layout.factors else (OPTIONS[num_rows][0], 2)
+    constants: dict[str, object] = {"BLOCK_M": num_rows, "IN_HALVES": in_halves}
     constants |= {"IS_BF16": is_bf16, "ALIGNMENT": 16, "num_warps": num_warps}
     return constants | {"num_stages": num_stages if in_halves else 1, "enable_fp_fusion": False}

@@ -16,22 +16,17 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from bough.model.packed import Across, Along, InBlocks, Matrix, tensors_of
 
 NUM_WARPS = 4
-BLOCK_K, BLOCK_N = 64, 64  # inputs and outputs of a tile, always: a row's bits in a product depend on the inputs' order
+WIDTH = 64  # inputs and outputs of a tile, always: a row's bits in a product depend on the inputs' order
+TILE: Any = WIDTH if knobs.runtime.interpret else tl.constexpr(WIDTH)  # kernels take no other global numbers
 KINDS = {torch.int8: "SIGNED", torch.float8_e4m3fn: "E4M3", torch.uint8: "E2M1"}
 
 
-class Tensors(NamedTuple):
-    """A matrix's tensors, as far as its layout has them."""
-
-    numbers: torch.Tensor | None
-    scales: torch.Tensor | None = None
-    zeros: torch.Tensor | None = None
-    order: torch.Tensor | None = None  # group of each input
-    whole: torch.Tensor | None = None
+Tensors = tuple[torch.Tensor | None, ...]  # as of `packed.tensors_of`
 
 
 class Sizes(NamedTuple):
@@ -127,25 +122,20 @@ def _unpacked_across(words: tl.tensor, BITS: tl.constexpr, IS_MIXED: tl.constexp
 
 
 @triton.jit
-def _spread(of_groups: tl.tensor, BLOCK_K: tl.constexpr) -> tl.tensor:
+def _spread(of_groups: tl.tensor) -> tl.tensor:
     """Each group's number (groups, outputs) for all of a tile's inputs; or for all of them those (outputs,) of one."""
     if len(of_groups.shape) == 1:
         of_groups = of_groups[None, :]
-    elif of_groups.shape[0] > 1 and of_groups.shape[0] < BLOCK_K:
+    elif of_groups.shape[0] > 1 and of_groups.shape[0] < TILE:
         GROUPS: tl.constexpr = of_groups.shape[0]
-        wide = tl.broadcast_to(of_groups[:, None, :], (GROUPS, BLOCK_K // GROUPS, of_groups.shape[1]))
-        of_groups = tl.reshape(wide, (BLOCK_K, of_groups.shape[1]))
+        wide = tl.broadcast_to(of_groups[:, None, :], (GROUPS, TILE // GROUPS, of_groups.shape[1]))
+        of_groups = tl.reshape(wide, (TILE, of_groups.shape[1]))
     return of_groups
 
 
 @triton.jit
 def _scales(
-    scales: tl.tensor,
-    whole: tl.tensor,
-    group: tl.tensor,
-    n: tl.tensor,
-    sizes: tl.tuple,
-    LAYOUT: tl.constexpr,
+    scales: tl.tensor, whole: tl.tensor, group: tl.tensor, n: tl.tensor, sizes: tl.tuple, LAYOUT: tl.constexpr
 ) -> tl.tensor:
     """Scales (groups, outputs) float32; (outputs,) of one group."""
     n = n if LAYOUT.groups == 1 else n[None, :]
@@ -166,12 +156,10 @@ def _scales(
 
 
 @triton.jit
-def _zeros(
-    zeros: tl.tensor, group: tl.tensor, n_begin: tl.tensor, sizes: tl.tuple, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr
-) -> tl.tensor:
+def _zeros(zeros: tl.tensor, group: tl.tensor, n_begin: tl.tensor, sizes: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
     """Zero points (groups, outputs) int32."""
     PER_WORD: tl.constexpr = 32 // LAYOUT.bits
-    word, num_words = n_begin // PER_WORD + tl.arange(0, BLOCK_N // PER_WORD), tl.cdiv(sizes.outputs, PER_WORD)
+    word, num_words = n_begin // PER_WORD + tl.arange(0, TILE // PER_WORD), tl.cdiv(sizes.outputs, PER_WORD)
     if LAYOUT.name == "ALONG":
         places = word[None, :].to(tl.int64) * sizes.num_groups + group
     else:
@@ -182,24 +170,18 @@ def _zeros(
 
 @triton.jit
 def _numbers(
-    numbers: tl.tensor,
-    n_begin: tl.tensor,
-    k_begin: tl.tensor,
-    sizes: tl.tuple,
-    LAYOUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    numbers: tl.tensor, n_begin: tl.tensor, k_begin: tl.tensor, sizes: tl.tuple, LAYOUT: tl.constexpr
 ) -> tl.tensor:
     """Numbers (inputs, outputs) int32 of a tile."""
     PER_WORD: tl.constexpr = LAYOUT.per_word
-    n = n_begin + tl.arange(0, BLOCK_N)
+    n = n_begin + tl.arange(0, TILE)
     if LAYOUT.name == "ACROSS":
-        k, word = k_begin + tl.arange(0, BLOCK_K), n_begin // PER_WORD + tl.arange(0, BLOCK_N // PER_WORD)
+        k, word = k_begin + tl.arange(0, TILE), n_begin // PER_WORD + tl.arange(0, TILE // PER_WORD)
         is_in = (k < sizes.inputs)[:, None] & (word < sizes.words)[None, :]
         places = k[:, None].to(tl.int64) * sizes.words + word[None, :]
         found = _unpacked_across(tl.load(numbers + places, mask=is_in, other=0), LAYOUT.bits, True)
     else:
-        word = k_begin // PER_WORD + tl.arange(0, BLOCK_K // PER_WORD)
+        word = k_begin // PER_WORD + tl.arange(0, TILE // PER_WORD)
         if LAYOUT.name == "ALONG":
             places, is_word = n[None, :].to(tl.int64) * sizes.words + word[:, None], word < sizes.words
         else:
@@ -246,18 +228,16 @@ def _half(block: tl.tensor, is_in: tl.tensor, AT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _nibbles(
-    rows: tl.tensor, is_n: tl.tensor, k_begin: tl.tensor, inputs: tl.tensor, B: tl.constexpr, BLOCK_K: tl.constexpr
-) -> tl.tensor:
+def _nibbles(rows: tl.tensor, is_n: tl.tensor, k_begin: tl.tensor, inputs: tl.tensor, B: tl.constexpr) -> tl.tensor:
     """Numbers (inputs, outputs) of 4 bits, two in each byte, each byte loaded once."""
-    CHUNKS: tl.constexpr = BLOCK_K // (2 * B.half)
-    i = tl.arange(0, BLOCK_K // 2)
+    CHUNKS: tl.constexpr = TILE // (2 * B.half)
+    i = tl.arange(0, TILE // 2)
     first = k_begin + i // B.half * (2 * B.half)
     places = first // B.size * B.num_bytes + B.numbers[1] + first % B.size // (2 * B.half) * B.numbers[3] + i % B.half
     bytes_ = tl.load(rows[None, :] + places[:, None], mask=(first < inputs)[:, None] & is_n, other=0).to(tl.int32)
     bytes_ = tl.reshape(bytes_, (CHUNKS, 1, B.half, rows.shape[0]))
     numbers = (bytes_ >> (4 * tl.arange(0, 2))[None, :, None, None]) & 15
-    return _value_of(tl.reshape(numbers, (BLOCK_K, rows.shape[0])), B.numbers)
+    return _value_of(tl.reshape(numbers, (TILE, rows.shape[0])), B.numbers)
 
 
 @triton.jit
@@ -270,10 +250,10 @@ def _block_rows(data: tl.tensor, n: tl.tensor, sizes: tl.tuple) -> tl.tensor:
 
 @triton.jit
 def _block_factors(
-    data: tl.tensor, n: tl.tensor, k_begin: tl.tensor, sizes: tl.tuple, B: tl.constexpr, BLOCK_K: tl.constexpr
+    data: tl.tensor, n: tl.tensor, k_begin: tl.tensor, sizes: tl.tuple, B: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Scales and offsets (groups, outputs) float32."""
-    first = (k_begin + tl.arange(0, BLOCK_K // B.group) * B.group)[:, None]
+    first = (k_begin + tl.arange(0, TILE // B.group) * B.group)[:, None]
     block, group = _block_rows(data, n, sizes)[None, :] + first // B.size * B.num_bytes, first % B.size // B.group
     is_in = (first < sizes.inputs) & (n < sizes.outputs)[None, :]
     scale = _half(block, is_in, B.scale)
@@ -289,57 +269,42 @@ def _block_factors(
 
 @triton.jit
 def factors(
-    tensors: tl.tuple,
-    sizes: tl.tuple,
-    n_begin: tl.tensor,
-    k_begin: tl.tensor,
-    LAYOUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    tensors: tl.tuple, sizes: tl.tuple, n_begin: tl.tensor, k_begin: tl.tensor, LAYOUT: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """What `tile` multiplies the numbers of groups with, and adds to them; loaded apart, so that it can be early."""
     numbers, scales, _, order, whole = tensors
-    n = n_begin + tl.arange(0, BLOCK_N)
+    n = n_begin + tl.arange(0, TILE)
     if LAYOUT.name == "PLAIN":
         scale, offset = k_begin, k_begin
     elif LAYOUT.name == "BLOCKS":
-        scale, offset = _block_factors(numbers, n, k_begin, sizes, LAYOUT.blocks, BLOCK_K)
+        scale, offset = _block_factors(numbers, n, k_begin, sizes, LAYOUT.blocks)
     else:
-        group = _group(order, k_begin, sizes, LAYOUT, BLOCK_K)
+        group = _group(order, k_begin, sizes, LAYOUT)
         scale = _scales(scales, whole, group, n, sizes, LAYOUT)
         offset = scale
     return scale, offset
 
 
 @triton.jit
-def _group(
-    order: tl.tensor, k_begin: tl.tensor, sizes: tl.tuple, LAYOUT: tl.constexpr, BLOCK_K: tl.constexpr
-) -> tl.tensor:
+def _group(order: tl.tensor, k_begin: tl.tensor, sizes: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
     """The groups (groups, 1) of a tile, or its only one."""
     if LAYOUT.groups == 1:
         group = k_begin // sizes.group_size
     else:
-        k = (k_begin + tl.arange(0, LAYOUT.groups) * (BLOCK_K // LAYOUT.groups))[:, None]
+        k = (k_begin + tl.arange(0, LAYOUT.groups) * (TILE // LAYOUT.groups))[:, None]
         group = k // sizes.group_size if order is None else tl.load(order + k, mask=k < sizes.inputs, other=0)
     return tl.minimum(tl.maximum(group, 0), sizes.num_groups - 1)  # an invalid one must not read out of bounds
 
 
 @triton.jit
 def tile(
-    tensors: tl.tuple,
-    sizes: tl.tuple,
-    factors_: tl.tuple,
-    n_begin: tl.tensor,
-    k_begin: tl.tensor,
-    LAYOUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    tensors: tl.tuple, sizes: tl.tuple, factors_: tl.tuple, n_begin: tl.tensor, k_begin: tl.tensor, LAYOUT: tl.constexpr
 ) -> tl.tensor:
-    """Weights (BLOCK_K, BLOCK_N) from an input and an output on: float32, or a plain matrix's own type."""
+    """Weights (inputs, outputs) from an input and an output on: float32, or a plain matrix's own type."""
     numbers, _, zeros, order, _ = tensors
     scale, offset = factors_
-    n = n_begin + tl.arange(0, BLOCK_N)
-    k = k_begin + tl.arange(0, BLOCK_K)
+    n = n_begin + tl.arange(0, TILE)
+    k = k_begin + tl.arange(0, TILE)
     is_in = (k < sizes.inputs)[:, None] & (n < sizes.outputs)[None, :]
     if LAYOUT.name == "PLAIN":
         places = n[None, :].to(tl.int64) * sizes.strides[0] + k[:, None].to(tl.int64) * sizes.strides[1]
@@ -348,15 +313,15 @@ def tile(
         B: tl.constexpr = LAYOUT.blocks
         rows = _block_rows(numbers, n, sizes)
         if B.half:
-            value = _nibbles(rows, (n < sizes.outputs)[None, :], k_begin, sizes.inputs, B, BLOCK_K)
+            value = _nibbles(rows, (n < sizes.outputs)[None, :], k_begin, sizes.inputs, B)
         else:
             block = rows[None, :] + (k // B.size * B.num_bytes)[:, None]
             value = _number(block, (k % B.size)[:, None], is_in, B.numbers)
-        value = _spread(scale, BLOCK_K) * value
+        value = _spread(scale) * value
         if B.offset >= 0:
-            value = value + _spread(offset, BLOCK_K)
+            value = value + _spread(offset)
     else:
-        number = _numbers(numbers, n_begin, k_begin, sizes, LAYOUT, BLOCK_K, BLOCK_N)
+        number = _numbers(numbers, n_begin, k_begin, sizes, LAYOUT)
         if LAYOUT.kind == "E4M3":
             value = from_e4m3(number)
         elif LAYOUT.kind == "E2M1":
@@ -366,9 +331,9 @@ def tile(
         elif zeros is None:
             value = (number - sizes.zero_offset).to(tl.float32)
         else:
-            zero = _zeros(zeros, _group(order, k_begin, sizes, LAYOUT, BLOCK_K), n_begin, sizes, LAYOUT, BLOCK_N)
-            value = (number - _spread(zero, BLOCK_K)).to(tl.float32)
-        value = value * _spread(scale, BLOCK_K)
+            zero = _zeros(zeros, _group(order, k_begin, sizes, LAYOUT), n_begin, sizes, LAYOUT)
+            value = (number - _spread(zero)).to(tl.float32)
+        value = value * _spread(scale)
     return value
 
 
@@ -379,14 +344,12 @@ def _write_out(
     out: tl.tensor,
     strides: tl.tuple,  # of `out`, by outputs and inputs
     LAYOUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     IS_BF16: tl.constexpr,
 ) -> None:
-    k_begin, n_begin = tl.program_id(0) * BLOCK_K, tl.program_id(1) * BLOCK_N
-    scale = factors(tensors, sizes, n_begin, k_begin, LAYOUT, BLOCK_K, BLOCK_N)
-    value = tile(tensors, sizes, scale, n_begin, k_begin, LAYOUT, BLOCK_K, BLOCK_N)
-    k, n = (k_begin + tl.arange(0, BLOCK_K))[:, None], (n_begin + tl.arange(0, BLOCK_N))[None, :]
+    k_begin, n_begin = tl.program_id(0) * TILE, tl.program_id(1) * TILE
+    scale = factors(tensors, sizes, n_begin, k_begin, LAYOUT)
+    value = tile(tensors, sizes, scale, n_begin, k_begin, LAYOUT)
+    k, n = (k_begin + tl.arange(0, TILE))[:, None], (n_begin + tl.arange(0, TILE))[None, :]
     cells = out + n.to(tl.int64) * strides[0] + k.to(tl.int64) * strides[1]
     tl.store(cells, rounded(value, IS_BF16, out), mask=(k < sizes.inputs) & (n < sizes.outputs))
 
@@ -394,15 +357,14 @@ def _write_out(
 def write(matrix: Matrix, out: torch.Tensor) -> None:
     """`Backend.write`."""
     tensors, sizes, layout = operands(matrix)
-    grid = (triton.cdiv(sizes.inputs, BLOCK_K), triton.cdiv(sizes.outputs, BLOCK_N))
-    constants = {"BLOCK_K": BLOCK_K, "BLOCK_N": BLOCK_N, "IS_BF16": out.dtype == torch.bfloat16}
+    grid = (triton.cdiv(sizes.inputs, WIDTH), triton.cdiv(sizes.outputs, WIDTH))
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}  # its default differs between versions
-    _write_out[grid](tensors, sizes, bits_of(out), out.stride(), layout, **constants, **options)
+    _write_out[grid](tensors, sizes, bits_of(out), out.stride(), layout, out.dtype == torch.bfloat16, **options)
 
 
 def operands(matrix: Matrix, alignment: int = 0) -> tuple[Tensors, Sizes, Layout]:
     """What kernels take of a matrix; or of several, whose numbers are aligned to so many bytes."""
-    tensors, sizes = Tensors(*tensors_of(matrix)), Sizes(matrix.shape[0], matrix.shape[1])
+    tensors, sizes = tensors_of(matrix), Sizes(matrix.shape[0], matrix.shape[1])
     if isinstance(matrix, torch.Tensor):
         strides = (matrix.stride(0), matrix.stride(1))
         return tensors, sizes._replace(strides=strides), Layout("PLAIN", factors="ONCE")
@@ -414,7 +376,7 @@ def operands(matrix: Matrix, alignment: int = 0) -> tuple[Tensors, Sizes, Layout
     num_groups, is_across = len(matrix.scales), isinstance(matrix, Across)
     bits, zero_offset = (4, 0) if isinstance(matrix, Across) else (matrix.bits, matrix.zero_offset)
     sizes = sizes._replace(words=matrix.words.shape[1], num_groups=num_groups, group_size=sizes.inputs // num_groups)
-    groups, name = _groups(sizes, tensors.order), "ACROSS" if is_across else "DOWN"
+    groups, name = _groups(sizes, tensors[3]), "ACROSS" if is_across else "DOWN"
     layout = Layout(name, bits=bits, per_word=32 // bits, groups=groups, factors=_when(sizes, groups))
     return tensors, sizes._replace(zero_offset=zero_offset), layout
 
@@ -432,21 +394,21 @@ def _along(matrix: Along, sizes: Sizes, alignment: int) -> tuple[Tensors, Sizes,
     per_word = numbers.element_size() * 8 // bits
     groups = _groups(sizes, order)
     layout = Layout("ALONG", kind, bits, per_word, groups, scale_kind, is_divided, _when(sizes, groups))
-    return Tensors(numbers, scales, zeros, order, whole), sizes, layout
+    return (numbers, scales, zeros, order, whole), sizes, layout
 
 
 def _when(sizes: Sizes, groups: int) -> str:
     """`Layout.factors`; registers have no room for those of each input."""
-    return "ONCE" if sizes.num_groups == 1 else "EARLY" if groups < BLOCK_K else ""
+    return "ONCE" if sizes.num_groups == 1 else "EARLY" if groups < WIDTH else ""
 
 
 def _groups(sizes: Sizes, order: torch.Tensor | None = None) -> int:
     """Number of groups of a tile's inputs; each input by itself if a tile has no whole groups."""
     if order is not None:
-        return BLOCK_K
-    if sizes.num_groups == 1 or sizes.group_size % BLOCK_K == 0:
+        return WIDTH
+    if sizes.num_groups == 1 or sizes.group_size % WIDTH == 0:
         return 1
-    return BLOCK_K // sizes.group_size if BLOCK_K % sizes.group_size == 0 else BLOCK_K
+    return WIDTH // sizes.group_size if WIDTH % sizes.group_size == 0 else WIDTH
 
 
 def _block_layout(matrix: InBlocks) -> BlockLayout:
