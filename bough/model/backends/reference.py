@@ -182,13 +182,13 @@ def _attended(
     keys, values = keys.double(), values.double()
     if query.shape[1] > keys.shape[2]:
         keys = torch.cat((keys, values), 2)
-    group = len(query) // keys.shape[1]
-    scores = (keys.repeat_interleave(group, 1) * query).sum(2) * scale  # (num_keys, num_heads)
+    by_group = query.reshape(keys.shape[1], -1, keys.shape[2])
+    scores = torch.einsum("hgd,khd->khg", by_group, keys).flatten(1) * scale  # (num_keys, num_heads)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     if sinks is not None:
         scores = torch.cat((scores, sinks[None]))
-    weights = scores.softmax(0)[: len(keys), :, None]
-    return (weights * values.repeat_interleave(group, 1)).sum(0)
+    weights = scores.softmax(0)[: len(keys)].view(len(keys), *by_group.shape[:2])
+    return torch.einsum("khg,khd->hgd", weights, values).flatten(0, 1)
 
 
 def take_steps(
