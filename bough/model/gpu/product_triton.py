@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 
-from bough.model.gpu.unpack_triton import TILE, WIDTH, Layout, bits_of, factors, operands, rounded, tile
+from bough.model.gpu.unpack_triton import TILE, WIDTH, Layout, bits_of, factors, nearest, operands, rounded, tile
 from bough.model.packed import ExpertTiles, Matrix, Stack
 
 LEAST_ROWS, MOST_ROWS = 16, 128  # rows of a program
@@ -32,15 +32,9 @@ def _own(pointer: tl.tensor, addresses: tl.tensor, PLACE: tl.constexpr, ALIGNMEN
 
 
 @triton.jit
-def _operand(value: tl.tensor, rows: tl.tensor, IN_HALVES: tl.constexpr, IS_BF16: tl.constexpr) -> tl.tensor:
+def _operand(value: tl.tensor, rows: tl.tensor, IN_HALVES: tl.constexpr) -> tl.tensor:
     """Weights in the type to multiply in, with the bits that writing out gives."""
-    if IN_HALVES:
-        value = value.to(rows.dtype.element_ty)
-    elif IS_BF16 and value.dtype == tl.float32:
-        value = (rounded(value, True, rows).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        value = value.to(rows.dtype.element_ty).to(tl.float32)
-    return value
+    return value.to(rows.dtype.element_ty) if IN_HALVES else nearest(value.to(tl.float32), rows)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
@@ -88,7 +82,7 @@ def _multiply(
         weights = tile(tensors, sizes, scale, n_begin, k_begin, LAYOUT)
         if LAYOUT.factors == "EARLY":
             scale = factors(tensors, sizes, n_begin, k_begin + TILE, LAYOUT)
-        weights = _operand(weights, rows, IN_HALVES, IS_BF16)
+        weights = _operand(weights, rows, IN_HALVES)
         if IN_HALVES:
             sums = tl.dot(row, weights, sums)
         else:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from bough.model.backend import Norm, Rotary, Table
+from bough.model.gpu.unpack_triton import nearest
 
 ALIGNED = 16  # bytes: rows that begin elsewhere are copied, as their program might add in another order
 NUMBERS_PER_WARP = 512  # of a norm's row
@@ -19,16 +20,6 @@ MOST_WARPS = 16
 TILE_NUMBERS = 1024  # of a program without sums
 OPTIONS = {"enable_fp_fusion": False}  # as operators of torch do not fuse; the default differs between versions
 _VARYING = ("stride", "gate_stride")  # of the same rows in a tensor of their own, or as part of a larger one
-
-
-@triton.jit
-def nearest(value: tl.tensor, like: tl.tensor) -> tl.tensor:
-    """Numbers float32, rounded to the type of a pointer's; Triton's interpreter does not round to bfloat16 itself."""
-    if like.dtype.element_ty == tl.bfloat16:
-        bits = value.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)  # not of a NaN, which would overflow
-    return value.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit

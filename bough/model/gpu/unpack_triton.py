@@ -75,9 +75,19 @@ class BlockLayout(NamedTuple):
 def rounded(value: tl.tensor, IS_BF16: tl.constexpr, out: tl.tensor) -> tl.tensor:
     """Convert to the type of `out`: bfloat16 as bits rounded to nearest even; Triton's interpreter does not round."""
     if IS_BF16:
-        bits = value.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-    return value.to(out.dtype.element_ty)
+        bits = tl.minimum(value.to(tl.int32, bitcast=True), 0x7FFF0000)  # the NaN of a GPU, 0x7FFFFFFF, would become -0
+        value = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    else:
+        value = value.to(out.dtype.element_ty)
+    return value
+
+
+@triton.jit
+def nearest(value: tl.tensor, like: tl.tensor) -> tl.tensor:
+    """Numbers float32, rounded to the type of `like`."""
+    if like.dtype.element_ty == tl.bfloat16:
+        return (rounded(value, True, like).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return value.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit

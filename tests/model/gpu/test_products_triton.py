@@ -110,6 +110,14 @@ def test_any_sizes_strides_and_biases_are_multiplied(dtype: torch.dtype) -> None
     assert product_triton.multiply(rows.transpose(0, 1), wide.t()).shape == (3, 2, 80)
 
 
+def test_what_is_no_number_stays_none() -> None:
+    """A GPU's own NaN has all bits of its mantissa set: rounded as a number in bfloat16 it would be -0."""
+    bias = torch.zeros(OUTPUTS)
+    bias.view(torch.int32)[5] = 0x7FFFFFFF
+    rows, matrix = numbers(2, INPUTS, dtype=torch.bfloat16), numbers(OUTPUTS, INPUTS, dtype=torch.bfloat16)
+    assert product_triton.multiply(rows, matrix, bias).isnan().nonzero().tolist() == [[0, 5], [1, 5]]
+
+
 def test_products_by_head_have_the_bits_of_each_heads() -> None:
     rows, matrices = numbers(5, 3, 40).transpose(0, 1), numbers(3, 40, 33, seed=1).transpose(1, 2)
     found = product_triton.linear_by_head(rows, matrices)

@@ -102,13 +102,13 @@ def test_gates_are_torchs_within_a_rounding(activation: str, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
     """A GPU's own NaN has all bits of its mantissa set: rounded as a number in bfloat16 it would be -0."""
-    size = dtype.itemsize
-    nan = torch.tensor([0x7FFFFFFF if size == 4 else 0x7FFF], dtype=torch.int32 if size == 4 else torch.int16)
-    rows = random(2, 16, dtype=dtype)
-    rows[0, 3] = nan.to(DEVICE).view(dtype)[0]
-    weight = torch.ones(16, dtype=dtype, device=DEVICE)
+    rows, weight = random(2, 16, dtype=dtype), torch.ones(16, device=DEVICE)
+    rows[0, 3] = torch.nan
     for kind in NORMS:
         assert rows_triton.norm(rows, weight, 1e-6, kind).isnan().sum(1).tolist() == [16, 0]
+        weight.view(torch.int32)[5] = 0x7FFFFFFF
+        assert rows_triton.norm(rows, weight, 1e-6, kind).isnan().sum(1).tolist() == [16, 1]
+        weight[5] = 1.0
     far = torch.tensor([[torch.inf, -50.0, 50.0]], dtype=dtype, device=DEVICE)
     for activation in ACTIVATIONS:
         gated = rows_triton.gate(rows, torch.ones_like(rows), activation)
