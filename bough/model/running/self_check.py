@@ -76,7 +76,9 @@ def _known_failure(rung: str, device: torch.device, skeleton: Skeleton) -> str:
         return ""
     checks = checks_of(skeleton)
     key = hashlib.sha256("\n".join((card(device), str(skeleton.dtype), *(check.name for check in checks))).encode())
-    for code in (code for folder in ("gpu", "backends", "running") for code in sorted((MODEL / folder).glob("*.py"))):
+    for code in (
+        code for folder in (".", "gpu", "backends", "running") for code in sorted((MODEL / folder).glob("*.py"))
+    ):
         key.update(code.read_bytes())
     file, known = cache_folder() / "self-checks" / f"{key.hexdigest()[:32]}.json", dict[str, str]()
     with suppress(OSError, ValueError, AttributeError):  # missing or damaged
