@@ -110,6 +110,19 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
+    def combine(
+        self, made: torch.Tensor, tiles: ExpertTiles, chosen: torch.Tensor, weights: torch.Tensor, num_experts: int
+    ) -> torch.Tensor:
+        """Sums (rows, outputs) of entries (entries, outputs) times the weights (rows, k) of the experts `chosen`.
+
+        Products are rounded, and added to a row in the order of experts, each sum rounded as well.
+        """
+        experts, order = torch.sort(chosen, stable=True)
+        own = made[tiles.entries.view(chosen.shape).gather(1, order)]  # (rows, k, outputs)
+        scaled = (own * weights.gather(1, order)[:, :, None]).to(made.dtype)
+        scaled = scaled.masked_fill((experts >= num_experts)[:, :, None], 0.0)
+        return sum(scaled.unbind(1), torch.zeros_like(scaled[:, 0]))
+
     def linear_by_head(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         """Products (rows, num_heads, outputs) of (num_heads, rows, inputs) with (num_heads, outputs, inputs)."""
         return torch.stack([self.linear(*head) for head in zip(rows, matrices, strict=True)], 1)

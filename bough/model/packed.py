@@ -119,8 +119,8 @@ class ExpertTiles(NamedTuple):
     """
 
     table: torch.Tensor  # (tiles, 3) int32: expert, first entry and end; tiles that are not needed are empty
-    choices: torch.Tensor  # (entries,) int64: the entry's index in the flat choices
-    places: torch.Tensor  # (entries,) int32: its row
+    places: torch.Tensor  # (entries,) int32: each one's row
+    entries: torch.Tensor  # (entries,) int32: of each choice, row by row
 
 
 def tensors_of(matrix: Matrix | None) -> tuple[torch.Tensor | None, ...]:

@@ -57,6 +57,7 @@ KEY_COUNTS = (1, 0, 2000, 33_000, 8192)  # of these calls; 0 is unknown
 KV_HEADS, TAIL = 8, 32
 INPUTS, OUTPUTS = 4096, 1024  # of a packed matrix
 HIDDEN = 4096
+CHOICES = 8  # experts of a row
 WIDTHS = (64, 128, 256, 2880, 8192, 16384)  # of other rows, from heads to hidden sizes
 
 
@@ -155,8 +156,7 @@ class _AbsentGPU:
 def kernels() -> Iterator[Kernel]:
     """All kernels: of recurrent layers; in bfloat16 and float16 attention of every family, parts of rows, unpacking."""
     yield Kernel("gated delta rule", [partial(_recur, rows) for rows in ROW_COUNTS])
-    numbers = [torch.zeros(rows, dtype=torch.int64) for rows in ROW_COUNTS]
-    yield Kernel("table of experts", [partial(product_triton.expert_table, each, ROW_COUNTS[-1]) for each in numbers])
+    yield Kernel("table of experts", [partial(_expert_tiles, rows) for rows in ROW_COUNTS])
     for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         for heads in FAMILIES:
             calls = [
@@ -193,7 +193,7 @@ def _recur(num_rows: int) -> None:
 
 
 def _rows() -> Iterator[tuple[str, Callable[[torch.dtype, int], None]]]:
-    """Norms of every kind and width, rotary embeddings in every layout, and gates."""
+    """Norms of every kind and width, rotary embeddings in every layout, gates, and sums."""
     for kind in NORMS:
         yield f"norm of {HIDDEN}, {kind}", partial(_norm, kind, HIDDEN, False)
     for width in WIDTHS:
@@ -205,6 +205,7 @@ def _rows() -> Iterator[tuple[str, Callable[[torch.dtype, int], None]]]:
         yield f"rotary, {turned} of {dim}", partial(_rotate, ROTARIES[0], dim, turned)
     for activation in ACTIVATIONS:
         yield f"gate by {activation}", partial(_gate, activation)
+    yield "sum of experts", _combine
 
 
 def _norm(kind: Norm, width: int, has_gate: bool, dtype: torch.dtype, num_rows: int) -> None:
@@ -223,6 +224,19 @@ def _rotate(kind: Rotary, dim: int, turned: int, dtype: torch.dtype, num_rows: i
 def _gate(activation: str, dtype: torch.dtype, num_rows: int) -> None:
     numbers = torch.zeros(1, num_rows, 4 * HIDDEN, dtype=dtype)
     rows_triton.gate(numbers, numbers, activation)
+
+
+def _expert_tiles(num_rows: int) -> ExpertTiles:
+    """Of so many experts that a tile has few rows."""
+    numbers = torch.zeros(num_rows * CHOICES, dtype=torch.int64)
+    return product_triton.expert_tiles(numbers, numbers, CHOICES, ROW_COUNTS[-1])
+
+
+def _combine(dtype: torch.dtype, num_rows: int) -> None:
+    chosen = torch.zeros(num_rows, CHOICES, dtype=torch.int64)
+    entries = ExpertTiles(chosen, chosen.flatten().int(), chosen.flatten().int())
+    made = torch.zeros(num_rows * CHOICES, HIDDEN, dtype=dtype)
+    rows_triton.combine(made, entries, chosen, torch.zeros(num_rows, CHOICES), 128)
 
 
 def matrices() -> Iterator[tuple[str, Packed]]:

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from bough.model.backend import load
-from bough.model.backends.reference import take_steps
+from bough.model.backends.reference import BACKEND, take_steps
 from bough.model.backends.triton import Kernels
 from bough.model.batch.batch import BatchPart
 from bough.model.batch.path_spans import Paths, PathSpans, Place
@@ -76,11 +75,7 @@ def steps_of_table(
 
 def kernels_by_torch() -> Kernels:
     """All kernels."""
-    ours = load("reference")
-    parts = ours.norm, ours.rotate, ours.gate, ours.write
-    products = ours.multiply, ours.linear_by_head, ours.multiply_grouped, _expert_table
+    ours = BACKEND
+    parts = ours.norm, ours.rotate, ours.gate, ours.combine, ours.write
+    products = ours.multiply, ours.linear_by_head, ours.multiply_grouped, ours.tiles_of
     return Kernels(attend_by_mask, steps_of_table, *parts, *products)
-
-
-def _expert_table(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
-    return load("reference").expert_tiles(numbers[:, None], num_experts).table

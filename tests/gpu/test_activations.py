@@ -63,6 +63,7 @@ def peak(monkeypatch: pytest.MonkeyPatch) -> Peak:
         ("llama", 700, 8192),
         ("gemma2, soft-capping, alternating windows", 700, 8192),
         ("mixtral", 2048, 264),
+        ("gpt-oss, sinks, alternating windows", 2048, 264),
     ],
 )
 def test_a_sweep_takes_no_more_than_its_estimate(

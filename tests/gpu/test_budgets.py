@@ -22,6 +22,7 @@ from bough.model.sampling.sampler import Row
 from bough.protocol.messages import Verdict
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
+from loadtest.common.packed_model import pack
 from loadtest.common.tiny_model import save_model
 from target_worker.scheduler.batching import Part
 from target_worker.sweep.streamed_model import StreamedSweeper
@@ -33,6 +34,7 @@ from tests.fakes.model.packed_files import packed_as
 from tests.fakes.target import NO_GRAMMARS, verify_call
 
 DENSE_LAUNCHES = 19  # of a layer of a Llama, in 16 bits, with its share of what is around layers
+MIXTURE_LAUNCHES = 29  # of a layer of a Qwen3, the same
 LOGITS_LAUNCHES = 8  # of a sweep, for each row's largest logit
 MOST_SENDS = 9  # tokens, positions, paths, and which rows are wanted, before the first layer
 SENDS_ELSEWHERE = 6  # paths, to another device
@@ -90,25 +92,41 @@ def test_recurrent_layers_receive_their_steps_once_and_use_one_launch(kv_on_host
     assert len(seen.inside) == 3 * 3, "rows, their steps, what the convolution reads for each; in the first layer alone"
 
 
+def test_experts_on_the_device_are_multiplied_together(tmp_path: Path) -> None:
+    """Without waiting for routers, in 16 bits and in 4, of which none are written out."""
+    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"], dtype=torch.bfloat16)
+    for bits in (16, 4):
+        seen, num_layers = counted(
+            folder if bits == 16 else pack(folder, bits, tmp_path / "packed"), Where(max_resident=9), 64, device()
+        )
+        assert len(seen.stops) == 1, seen.stops
+        assert not seen.inside
+        assert seen.launches["multiply_grouped"] == 3 * num_layers
+        assert sum(seen.launches.values()) <= num_layers * MIXTURE_LAUNCHES + LOGITS_LAUNCHES, seen.launches
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen2 moe, shared expert"])
-@pytest.mark.parametrize("elsewhere", [(), (1,)])
+@pytest.mark.parametrize("elsewhere", [(), (0,)])
 @pytest.mark.parametrize("rows", [64, 16])
-def test_a_mixture_waits_once_for_the_routers_of_a_layer(
+def test_experts_that_come_when_chosen_take_one_wait_for_the_routers_of_a_layer(
     family: str, elsewhere: tuple[int, ...], rows: int, tmp_path: Path
 ) -> None:
-    """However many chunks of rows there are, and nothing is sent there."""
-    folder = save_model(tmp_path / "model", FAMILIES[family])
+    """However many chunks of rows there are; nothing is sent there, and no other layer waits."""
+    folder = save_model(tmp_path / "model", FAMILIES[family], dtype=torch.bfloat16)
     seen, num_layers = counted(folder, Where(expert_slabs=8, elsewhere=elsewhere), rows, device())
-    assert len(seen.stops) <= num_layers + 1, seen.stops
-    assert set(seen.inside) == {"tolist"}, "numbers of rows that chose each expert"
+    without = {*elsewhere, *(getattr(FAMILIES[family], "mlp_only_layers", None) or ())}
+    assert seen.inside == ["tolist"] * (num_layers - len(without)), "which rows chose each expert"
+    assert len(seen.stops) == len(seen.inside) + 1, seen.stops
 
 
-def test_an_expert_is_computed_once_for_all_chunks(tmp_path: Path) -> None:
-    """A second chunk costs what is around its experts, and not these once more."""
-    folder = save_model(tmp_path / "model", FAMILIES["mixtral"])
-    one, two = (counted(folder, Where(expert_slabs=8), rows, device())[0].launches for rows in (64, 16))
-    assert one["index_add_"] == two["index_add_"] > 0
+@pytest.mark.parametrize(
+    ("where", "name"), [(Where(max_resident=9), "multiply_grouped"), (Where(expert_slabs=8), "gate")]
+)
+def test_experts_are_computed_once_for_all_chunks(where: Where, name: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["mixtral"], dtype=torch.bfloat16)
+    one, two = (counted(folder, where, rows, device())[0].launches for rows in (64, 16))
+    assert one[name] == two[name] > 0
 
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -16,6 +16,7 @@ from bough.model.backend import computing_by
 from bough.model.gpu import unpack_triton
 from bough.model.loading.loading import can_wait
 from loadtest.common.inline_streams import InlineStreams
+from loadtest.common.packed_model import pack
 from loadtest.common.tiny_model import TINY, save_model
 from target_worker.experts.expert_loaders import ExpertCopies
 from target_worker.link.layer_extents import LayerExtents
@@ -36,11 +37,11 @@ from tests.fakes.model.families import FAMILIES, KINDS, MIXTURES, of_two_layers
 from tests.fakes.model.packed_files import packed_as
 from tests.fakes.tiers import long_but
 
-# Parts that remain transformers' own: LayerNorm, rotation by complex numbers, and experts' gates.
+# Parts that remain transformers' own: LayerNorm, rotation by complex numbers, and one kind of gate.
 REMAINING = {
     "norm": {"starcoder2, biases"},
     "rotate": {"deepseek v2, no rank of queries"},
-    "gate": {"starcoder2, biases", "mixtral", "qwen3 moe", "gpt-oss, sinks, alternating windows"},
+    "gate": {"starcoder2, biases", "gpt-oss, sinks, alternating windows"},
 }
 OTHER_MIXTURES = [name for name in MIXTURES if not hasattr(FAMILIES[name], "kv_lora_rank")]
 
@@ -116,11 +117,27 @@ def test_results_do_not_depend_on_the_places_of_layers_or_on_the_moment_of_copie
 @pytest.mark.slow
 @pytest.mark.parametrize("family", long_but(["qwen2 moe, shared expert"], OTHER_MIXTURES))
 def test_experts_stream_to_one_device_while_another_holds_whole_layers(family: str, tmp_path: Path) -> None:
-    """In the bits of one device that has all layers whole, as late as possible and at random, wherever KV is."""
-    folder = save_model(tmp_path / "model", FAMILIES[family])
+    """In the bits of one device that has all layers whole and multiplies with all experts together.
+
+    Experts come as late as possible and at random, wherever KV is.
+    """
+    folder = save_model(tmp_path / "model", FAMILIES[family], dtype=torch.bfloat16)
     wanted = on_device(folder, Where(max_resident=9), torch.bfloat16)
     for kv_on_host, elsewhere, chance in ((True, (1,), NEVER), (False, (0, 1), 0.6)):
         where = Where(1, 2, kv_on_host, expert_slabs=8, elsewhere=elsewhere, chance=chance)
+        assert torch.equal(on_device(folder, where, torch.bfloat16), wanted), where
+
+
+@pytest.mark.parametrize("method", long_but(["4 bits"], ["4 bits", "8 bits", "float32"]))
+def test_experts_that_are_packed_or_must_be_converted_have_the_same_bits_wherever_they_are(
+    method: str, tmp_path: Path
+) -> None:
+    """Multiplied together, one by one when chosen, and one by one from memory as they cannot be used as stored."""
+    plain = save_model(tmp_path / "model", of_two_layers("qwen3 moe"), dtype=torch.bfloat16)
+    other = save_model(tmp_path / "wide", of_two_layers("qwen3 moe"))
+    folder = other if method == "float32" else pack(plain, int(method[0]), tmp_path / "packed")
+    wanted = on_device(plain if method == "float32" else folder, Where(9), torch.bfloat16)
+    for where in (Where(9), Where(1, expert_slabs=8)):
         assert torch.equal(on_device(folder, where, torch.bfloat16), wanted), where
 
 

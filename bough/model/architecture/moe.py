@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -20,9 +21,20 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from bough.model.backend import backend_of
 from bough.model.checkpoint.container import TensorPlace
-from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Stored, TensorSource, parts_of, pieces
+from bough.model.checkpoint.tensor_source import (
+    ReusedMemory,
+    Scratch,
+    Stored,
+    TensorSource,
+    Transposed,
+    parts_of,
+    parts_with_bytes,
+    pieces,
+)
+from bough.model.packed import ExpertTiles, Matrix, Stack, tensors_of
 
 NAME = "bough"
+DOWN = "down_proj"
 EXPERT_ROWS = 16  # rows of an expert's products are padded to multiples of this: a library then rounds all equally
 _num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # rows beyond are padding; None: there is none
 _counts: ContextVar[list[tuple[int, int]]] = ContextVar("counts")  # see `counted_experts`
@@ -180,6 +192,23 @@ class ExpertTable:
         self._memory.begin()
         return self._make(expert)
 
+    def is_there(self, is_transposed: bool) -> bool:
+        """Whether the values of all experts stay in memory."""
+        if self._materialized is not None or not isinstance(self._raw, _AllThere):
+            return self._materialized is not None
+        return all(self.as_stored(expert, is_transposed) is not None for expert in range(len(self._experts.parts)))
+
+    def as_stored(self, expert: int, is_transposed: bool) -> list[Matrix] | None:
+        """An expert's value, or its transpose, in parts along outputs; None if it must be made."""
+        source, raw = self._experts.parts[expert], self._raw.of(expert)
+        if is_transposed and isinstance(source, Transposed):
+            source, is_transposed = source.matrix, False
+        parts = [part.as_stored(own, self._dtype) for part, own in parts_with_bytes(source, raw)]
+        if is_transposed:
+            parts = [part.t() if isinstance(part, torch.Tensor) and len(parts) == 1 else None for part in parts]
+        stored = [part for part in parts if part is not None]
+        return stored if len(stored) == len(parts) else None
+
     def _make(self, expert: int) -> list[torch.Tensor]:
         return pieces(self._experts.parts[expert], self._raw.of(expert), self._dtype, self._memory)
 
@@ -220,41 +249,100 @@ def routed_together(chunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.
 
 
 def _outputs(chunks: Sequence[_Routed]) -> list[torch.Tensor]:
-    """The output of a layer's experts for the rows of each chunk.
-
-    Results are added in the order of experts, independent of the order of loading. On a CPU an expert has a multiple of
-    EXPERT_ROWS rows, except for our own products; a result then depends on its row alone.
-    """
+    """The output of a layer's experts for the rows of each chunk."""
     module, *others = {chunk.module for chunk in chunks}
     assert not others, "all chunks reach the same experts"
     hidden, chosen, weights = (_joined(list(each), 0) for each in list(zip(*chunks, strict=True))[1:4])
-    result, choices = torch.zeros_like(hidden), _by_expert(chosen, int(module.num_experts))  # type: ignore[arg-type]
-    order: Sequence[int] = tuple(choices)
-    _counts.get([]).append((len(choices), chosen.shape[1]))
-    if isinstance(module.down_proj, ExpertTable):
-        order = module.down_proj.expect(order)
-    parts = {}
-    for expert in order:
-        rows, ranks = choices[expert]
-        made = _of_expert(module, expert, hidden[rows])
-        parts[expert] = (made * weights[rows, ranks, None]).to(result.dtype)
-    for expert, (rows, _) in choices.items():
-        result.index_add_(0, rows, parts[expert])
+    is_any = backend_of(hidden.device).takes_any_rows
+    result = (_sums_of_any_rows if is_any else _sums)(module, hidden, chosen, weights)
     own = torch.split(result, [len(chunk.hidden) for chunk in chunks])
     return [chunk.padded(part) for chunk, part in zip(chunks, own, strict=True)]
 
 
-def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    """The output of one expert for these rows."""
-    padded = (
-        rows if backend_of(rows.device).takes_any_rows else _padded(rows, -(-len(rows) // EXPERT_ROWS) * EXPERT_ROWS)
-    )
-    up = _products(module, "gate_up_proj" if module.has_gate else "up_proj", expert, padded, len(rows))
-    inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)  # type: ignore[operator]
-    out = _products(module, "down_proj", expert, inner, len(rows))
+def _sums_of_any_rows(
+    module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The sums of experts' outputs by products of any number of rows.
+
+    If all experts are on the device, the rows of all are multiplied together, and the host waits for nothing.
+    """
+    backend, num_experts = backend_of(hidden.device), int(module.num_experts)  # type: ignore[arg-type]
+    tiles = backend.expert_tiles(chosen, num_experts)
+    stacks = {name: _stacks(module, name) for name in (_first(module), DOWN)} if backend.groups_experts else {}
+
+    def product(name: str, rows: torch.Tensor) -> list[torch.Tensor]:
+        return [backend.multiply_grouped(rows, stack, tiles, is_sorted=name == DOWN) for stack in stacks[name]]
+
+    is_grouped = backend.groups_experts and all(stacks.values())
+    if is_grouped:
+        made = _made(module, hidden, product)
+    else:
+        made = _made_one_by_one(module, hidden[tiles.places], tiles, chosen.shape[1])
+    return backend.combine(made, tiles, chosen, weights, num_experts)
+
+
+def _made_one_by_one(module: nn.Module, rows: torch.Tensor, tiles: ExpertTiles, num_chosen: int) -> torch.Tensor:
+    """The output for each entry, in the order in which experts arrive. Waits for a GPU, whose router must have run."""
+    made, spans, backend = torch.empty_like(rows), dict[int, tuple[int, int]](), backend_of(rows.device)
+    for expert, begin, end in tiles.table.tolist():
+        if begin < end:
+            spans[expert] = (spans.get(expert, (begin,))[0], end)
+    for expert in _announced(module, tuple(spans), num_chosen):
+
+        def product(name: str, rows: torch.Tensor, expert: int = expert) -> list[torch.Tensor]:
+            return [backend.multiply(rows, *operand) for operand in _operands(module, name, expert)]
+
+        own = slice(*spans[expert])
+        made[own] = _made(module, rows[own], product)
+    return made
+
+
+def _sums(module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sums of experts' outputs by products of a fixed number of rows, or our own on a CPU.
+
+    Results are added in the order of experts, independent of the order of loading. An expert has a multiple of
+    EXPERT_ROWS rows, except for our own products; a result then depends on its row alone.
+    """
+    result, choices = torch.zeros_like(hidden), _by_expert(chosen, int(module.num_experts))  # type: ignore[arg-type]
+    parts = {}
+    for expert in _announced(module, tuple(choices), chosen.shape[1]):
+        rows, ranks = choices[expert]
+        padded = _padded(hidden[rows], -(-len(rows) // EXPERT_ROWS) * EXPERT_ROWS)
+        made = _made(module, padded, partial(_products, module, expert, len(rows)))[: len(rows)]
+        parts[expert] = (made * weights[rows, ranks, None]).to(result.dtype)
+    for expert, (rows, _) in choices.items():
+        result.index_add_(0, rows, parts[expert])
+    return result
+
+
+def _announced(module: nn.Module, experts: Sequence[int], num_chosen: int) -> Sequence[int]:
+    """The chosen experts, of which each row has `num_chosen`, in the best order to compute."""
+    _counts.get([]).append((len(experts), num_chosen))
+    table = module.down_proj
+    return table.expect(experts) if isinstance(table, ExpertTable) else experts
+
+
+def _first(module: nn.Module) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def _made(
+    module: nn.Module, rows: torch.Tensor, product: Callable[[str, torch.Tensor], list[torch.Tensor]]
+) -> torch.Tensor:
+    """Outputs of one expert or several, by products with a parameter, which may be in parts along outputs."""
+    out = _joined(product(DOWN, _activated(module, product(_first(module), rows))), -1)
     if getattr(module, "has_post_expert_norm", False):  # unknown to transformers before 5.20
         out = module.post_expert_norm(out)  # type: ignore[operator]
-    return out[: len(rows)]
+    return out
+
+
+def _activated(module: Any, ups: Sequence[torch.Tensor]) -> torch.Tensor:
+    activation = getattr(module, "gate_activation", None)  # see `fused_parts`
+    if module.has_gate and activation is not None:
+        gates, others = ups if len(ups) == 2 else _joined(ups, -1).chunk(2, -1)
+        return backend_of(gates.device).gate(gates, others, activation)
+    result: torch.Tensor = (module._apply_gate if module.has_gate else module.act_fn)(_joined(ups, -1))
+    return result
 
 
 def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
@@ -286,13 +374,50 @@ def has_own_products(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed")
 
 
-def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Rows times a matrix of an expert; rows from `count` on are padding."""
+def _stacks(module: Any, name: str) -> list[Stack]:
+    """Of each part of a parameter, the matrices of all experts; none if some come later, must be made, or differ."""
+    values, bias = getattr(module, name), getattr(module, f"{name}_bias", None)
+    if not hasattr(values, "stacks"):  # with addresses, which are sent to the device once
+        is_there = not isinstance(values, ExpertTable) or values.is_there(module.is_transposed)
+        is_there = is_there and not isinstance(bias, ExpertTable)
+        operands = [_operands(module, name, expert) for expert in range(module.num_experts)] if is_there else []
+        parts = [tuple(zip(*part, strict=True)) for part in zip(*operands, strict=True)]
+        is_alike = all(len({*map(_kind, matrices)}) == 1 for matrices, _ in parts)
+        values.stacks = [Stack.of(*part) for part in parts] if is_alike else []
+    stacks: list[Stack] = values.stacks
+    return stacks
+
+
+def _kind(matrix: Matrix) -> tuple[Any, ...]:
+    """What matrices of a stack have in common."""
+    tensors = (
+        tensor if tensor is None else (tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors_of(matrix)
+    )
+    others = () if isinstance(matrix, torch.Tensor) else (x for x in matrix if not isinstance(x, torch.Tensor))
+    return type(matrix), *tensors, *others
+
+
+def _operands(module: Any, name: str, expert: int) -> list[tuple[Matrix, torch.Tensor | None]]:
+    """An expert's matrices with their biases, in parts along outputs; packed ones as they are stored."""
+    values = getattr(module, name)
+    found = values.as_stored(expert, module.is_transposed) if isinstance(values, ExpertTable) else None
+    matrices: Sequence[Matrix] = found or _written_out(module, name, expert)
+    if not module.has_bias:
+        return [(matrix, None) for matrix in matrices]
+    bias = _joined(_pieces(module, f"{name}_bias", expert), 0)
+    return list(zip(matrices, torch.split(bias, [matrix.shape[0] for matrix in matrices]), strict=True))
+
+
+def _written_out(module: nn.Module, name: str, expert: int) -> list[torch.Tensor]:
+    """An expert's matrix in parts along outputs."""
     weights = _pieces(module, name, expert)
-    if module.is_transposed:
-        weights = [_joined(weights, 0).t()]
-    out = _joined([_product(rows, weight, count) for weight in weights], -1)
-    return out + _joined(_pieces(module, f"{name}_bias", expert), 0) if module.has_bias else out
+    return [_joined(weights, 0).t()] if module.is_transposed else weights
+
+
+def _products(module: nn.Module, expert: int, count: int, name: str, rows: torch.Tensor) -> list[torch.Tensor]:
+    """Rows times a matrix of an expert; rows from `count` on are padding."""
+    out = [_product(rows, weight, count) for weight in _written_out(module, name, expert)]
+    return [_joined(out, -1) + _joined(_pieces(module, f"{name}_bias", expert), 0)] if module.has_bias else out
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
@@ -312,8 +437,8 @@ def _pieces(module: nn.Module, name: str, expert: int) -> list[torch.Tensor]:
     return values.pieces(expert) if isinstance(values, ExpertTable) else [values[expert]]
 
 
-def _joined(parts: list[torch.Tensor], axis: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+def _joined(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=axis)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -58,9 +58,13 @@ class ReferenceBackend(Backend):
     def expert_tiles(self, chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
         """With a tile for each expert."""
         numbers, choices = torch.sort(chosen.flatten(), stable=True)
-        experts = torch.arange(num_experts, device=chosen.device)
+        return self.tiles_of(numbers, choices, chosen.shape[1], num_experts)
+
+    def tiles_of(self, numbers: torch.Tensor, choices: torch.Tensor, k: int, num_experts: int) -> ExpertTiles:
+        """Of the sorted experts of all entries, and the place of each among all choices, `k` of a row."""
+        experts = torch.arange(num_experts, device=numbers.device)
         bounds = [torch.searchsorted(numbers, experts.to(numbers.dtype), right=right) for right in (False, True)]
-        return ExpertTiles(torch.stack((experts, *bounds), 1).int(), choices, (choices // chosen.shape[1]).int())
+        return ExpertTiles(torch.stack((experts, *bounds), 1).int(), (choices // k).int(), choices.argsort().int())
 
     def multiply_grouped(
         self, rows: torch.Tensor, stack: Stack, tiles: ExpertTiles, is_sorted: bool = False

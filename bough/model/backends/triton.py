@@ -27,11 +27,12 @@ class Kernels(NamedTuple):
     norm: Callable[..., torch.Tensor]
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gate: Callable[..., torch.Tensor]
+    combine: Callable[..., torch.Tensor]
     write: Callable[..., None]
     multiply: Callable[..., torch.Tensor]
     linear_by_head: Callable[..., torch.Tensor]
     multiply_grouped: Callable[..., torch.Tensor]
-    expert_table: Callable[..., torch.Tensor]
+    expert_tiles: Callable[..., ExpertTiles]
 
 
 @cache
@@ -88,13 +89,15 @@ class TritonBackend(Backend):
 
     def expert_tiles(self, chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
         numbers, choices = torch.sort(chosen.flatten(), stable=True)
-        table = kernels().expert_table(numbers, num_experts)
-        return ExpertTiles(table, choices, (choices // chosen.shape[1]).int())
+        return kernels().expert_tiles(numbers, choices, chosen.shape[1], num_experts)
 
     def multiply_grouped(
         self, rows: torch.Tensor, stack: Stack, tiles: ExpertTiles, is_sorted: bool = False
     ) -> torch.Tensor:
         return kernels().multiply_grouped(rows, stack, tiles, is_sorted)
+
+    def combine(self, *arguments: Any) -> torch.Tensor:
+        return kernels().combine(*arguments)
 
     def norm(self, *arguments: Any) -> torch.Tensor:
         return kernels().norm(*arguments)

@@ -6,9 +6,9 @@ This module knows no files and no modules: readers supply bytes, and binders tak
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -104,6 +104,9 @@ class TensorSource(Protocol):
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
         """Make the value from the bytes of `places`, each (num_bytes,) uint8 on the value's device."""
 
+    def as_stored(self, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> Any:
+        """The value in views of those bytes, a tensor or a `bough.model.packed.Packed`; None if it must be made."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -133,6 +136,9 @@ class Stored:
         out = scratch.take(self.shape, dtype)
         scratch.write(lambda: self.write(data, out))
         return out
+
+    def as_stored(self, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> Any:
+        return typed(raw[0], self.place) if self._is_view(dtype) and is_aligned(self.place) else None
 
     def write(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Convert the tensor's bytes to the dtype of `out`."""
@@ -166,6 +172,9 @@ class Joined:
         scratch.write(lambda: torch.cat(parts, out=whole))
         return whole
 
+    def as_stored(self, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> Any:
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Transposed:
@@ -189,19 +198,27 @@ class Transposed:
         """A view of the matrix."""
         return self.matrix.value(raw, dtype, scratch).t()
 
+    def as_stored(self, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> Any:
+        found = self.matrix.as_stored(raw, dtype)
+        return found.t() if isinstance(found, torch.Tensor) else None
+
 
 def pieces(
     source: TensorSource, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch
 ) -> list[torch.Tensor]:
     """The parts of a value along the first axis, without copying them together."""
-    if not isinstance(source, Joined):
-        return [source.value(raw, dtype, scratch)]
-    found, taken = [], 0
-    for part in source.parts:
+    return [part.value(own, dtype, scratch) for part, own in parts_with_bytes(source, raw)]
+
+
+def parts_with_bytes(
+    source: TensorSource, raw: Sequence[torch.Tensor]
+) -> Iterator[tuple[TensorSource, Sequence[torch.Tensor]]]:
+    """The parts of a value along the first axis, each with the bytes of its places."""
+    taken = 0
+    for part in source.parts if isinstance(source, Joined) else (source,):
         end = taken + len(part.places)
-        found.append(part.value(raw[taken:end], dtype, scratch))
+        yield part, raw[taken:end]
         taken = end
-    return found
 
 
 def typed(data: torch.Tensor, place: TensorPlace) -> torch.Tensor:

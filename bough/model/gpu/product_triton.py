@@ -20,6 +20,7 @@ from bough.model.packed import ExpertTiles, Matrix, Stack
 LEAST_ROWS, MOST_ROWS = 16, 128  # rows of a program
 WARP_GROUPS = (9, 10, 11)  # major capabilities with instructions for 64 rows
 OPTIONS = {16: (4, 4), 32: (4, 4), 64: (4, 3), 128: (8, 3)}  # warps and stages, by rows of a program
+ENTRIES = 1024  # of a program
 _VARYING = ("num_rows",)  # must not be specialised on, see `attention_triton`
 
 
@@ -150,15 +151,27 @@ def _num_below(numbers: tl.tensor, num_entries: tl.tensor, limits: tl.tensor) ->
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_tiles"])
-def _expert_table(
+def _expert_tiles(
     numbers: tl.tensor,  # (num_entries,): each one's expert, sorted
+    choices: tl.tensor,  # (num_entries,): its index among all choices
     table: tl.tensor,  # (num_tiles, 3) int32
+    places: tl.tensor,  # (num_entries,) int32, as `entries`
+    entries: tl.tensor,
     num_entries: tl.tensor,
     num_tiles: tl.tensor,
     num_experts: tl.tensor,
+    CHOICES: tl.constexpr,  # of a row
     EXPERTS: tl.constexpr,  # padded
     ROWS: tl.constexpr,  # most entries of a tile
+    BLOCK: tl.constexpr,
 ) -> None:
+    """The table by the first program, which leaves places and entries to the others."""
+    if tl.program_id(0) > 0:
+        entry = (tl.program_id(0) - 1) * BLOCK + tl.arange(0, BLOCK)
+        choice = tl.load(choices + entry, mask=entry < num_entries, other=0)
+        tl.store(places + entry, (choice // CHOICES).to(tl.int32), mask=entry < num_entries)
+        tl.store(entries + choice, entry, mask=entry < num_entries)
+        return
     expert = tl.arange(0, EXPERTS)
     begin, end = _num_below(numbers, num_entries, expert), _num_below(numbers, num_entries, expert + 1)
     counts = tl.where(expert < num_experts, (end - begin + ROWS - 1) // ROWS, 0)
@@ -173,14 +186,15 @@ def _expert_table(
             tl.store(table + 3 * (unused + expert) + part, tl.zeros_like(expert), mask=unused + expert < num_tiles)
 
 
-def expert_table(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """`ExpertTiles.table` of the sorted experts of all entries."""
-    most = rows_of_tile(len(numbers), num_experts)
-    table = numbers.new_empty(min(len(numbers), len(numbers) // most + num_experts), 3, dtype=torch.int32)
-    sizes, constants = (len(numbers), len(table), num_experts), (triton.next_power_of_2(num_experts), most)
-    if len(table):
-        _expert_table[(1,)](numbers, table, *sizes, *constants)
-    return table
+def expert_tiles(numbers: torch.Tensor, choices: torch.Tensor, k: int, num_experts: int) -> ExpertTiles:
+    """Of the sorted experts of all entries, and the place of each among all choices, `k` of a row."""
+    count, most = len(numbers), rows_of_tile(len(numbers), num_experts)
+    table = numbers.new_empty(min(count, count // most + num_experts), 3, dtype=torch.int32)
+    tiles = ExpertTiles(table, *(numbers.new_empty(count, dtype=torch.int32) for _ in range(2)))
+    sizes, constants = (count, len(table), num_experts), (k, triton.next_power_of_2(num_experts), most, ENTRIES)
+    if count:
+        _expert_tiles[(1 + triton.cdiv(count, ENTRIES),)](numbers, choices, *tiles, *sizes, *constants)
+    return tiles
 
 
 def rows_of_tile(num_entries: int, num_experts: int) -> int:

@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and gated activations on a GPU: one Triton kernel in place of several operators of torch.
+"""Norms, rotary embeddings, gated activations and sums of experts' outputs on a GPU, one Triton kernel for each.
 
 Intermediate numbers are rounded where torch's operators round them. A program computes the sum over a row, in an order
 that depends on the row's width alone; everything else is computed number by number. So a row's bits do not depend on
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from bough.model.backend import Norm, Rotary, Table
 from bough.model.gpu.unpack_triton import nearest
+from bough.model.packed import ExpertTiles
 
 ALIGNED = 16  # bytes: rows that begin elsewhere are copied, as their program might add in another order
 NUMBERS_PER_WARP = 512  # of a norm's row
@@ -198,4 +199,45 @@ def gate(gates: torch.Tensor, ups: torch.Tensor, activation: str) -> torch.Tenso
     grid = len(flat[0]), triton.cdiv(width, TILE_NUMBERS)
     numbers = flat[0].stride(0), flat[1].stride(0), width
     gate_row[grid](*flat, out, *numbers, IS_SILU=activation == "silu", BLOCK=TILE_NUMBERS, **OPTIONS)
+    return out
+
+
+@triton.jit
+def combine_row(
+    made: tl.tensor,  # (num_entries, width)
+    entries: tl.tensor,  # (num_rows * CHOICES,) int32: each choice's
+    chosen: tl.tensor,  # (num_rows, CHOICES) experts, as `weights`
+    weights: tl.tensor,
+    out: tl.tensor,  # (num_rows, width)
+    width: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, choice, is_in = row * CHOICES, tl.arange(0, PADDED), columns < width
+    experts = tl.load(chosen + first + choice, mask=choice < CHOICES, other=NUM_EXPERTS).to(tl.int32)
+    keys, total = experts * PADDED + choice, tl.zeros((BLOCK,), tl.float32)
+    for _ in tl.static_range(CHOICES):
+        key = tl.min(keys, 0)
+        at, is_there = first + key % PADDED, key < NUM_EXPERTS * PADDED
+        keys = tl.where(keys == key, NUM_EXPERTS * PADDED, keys)
+        entry, weight = tl.load(entries + at), tl.load(weights + at).to(tl.float32)
+        value = tl.load(made + entry.to(tl.int64) * width + columns, mask=is_in & is_there, other=0.0).to(tl.float32)
+        total = nearest(total + tl.where(is_there, nearest(value * weight, out), 0.0), out)
+    tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=is_in)
+
+
+def combine(
+    made: torch.Tensor, tiles: ExpertTiles, chosen: torch.Tensor, weights: torch.Tensor, num_experts: int
+) -> torch.Tensor:
+    """`Backend.combine`."""
+    (num_rows, k), width = chosen.shape, made.shape[1]
+    out = made.new_empty(num_rows, width)
+    sizes = {"NUM_EXPERTS": num_experts, "CHOICES": k, "PADDED": triton.next_power_of_2(k), "BLOCK": TILE_NUMBERS}
+    grid = num_rows, triton.cdiv(width, TILE_NUMBERS)
+    combine_row[grid](
+        made.contiguous(), tiles.entries, chosen.contiguous(), weights.contiguous(), out, width, **sizes, **OPTIONS
+    )
     return out

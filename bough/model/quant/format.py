@@ -23,7 +23,7 @@ from bough.errors import CheckpointError
 from bough.model.architecture.moe import AnySource
 from bough.model.backend import backend_of
 from bough.model.checkpoint.container import TensorPlace
-from bough.model.checkpoint.tensor_source import STORED_DTYPES, VALUE_DTYPES, Scratch, room_bytes
+from bough.model.checkpoint.tensor_source import STORED_DTYPES, VALUE_DTYPES, Scratch, is_aligned, room_bytes
 from bough.model.packed import Packed
 
 # Name prefixes in a model that contains a language model, and in the language model alone.
@@ -99,6 +99,10 @@ class Dequantized(ABC):
     def packed(self, raw: Sequence[torch.Tensor]) -> Packed:
         """The matrix in its layout, from the bytes of `places`; only if it `is_packed`."""
         raise NotImplementedError
+
+    def as_stored(self, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> Packed | None:
+        """The matrix in its layout, in views of the bytes; None if it must be made."""
+        return self.packed(raw) if self.is_packed and all(map(is_aligned, self.places)) else None
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Dequantize to the matrix `out`."""

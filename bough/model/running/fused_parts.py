@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from bough.model.architecture.moe import has_own_products
 from bough.model.backend import ACTIVATIONS, Backend, Norm, Rotary, Table, in_counts, load
 from bough.sizing.row_counts import RowCounts
 
@@ -44,6 +45,9 @@ def fuse_parts(decoder: nn.Module, backend: Backend) -> None:
     """
     for module in decoder.modules():
         if "forward" in vars(module):
+            continue
+        if has_own_products(module):
+            _find_gate(module)
             continue
         if not any(True for _ in module.children()):
             _fuse_norm(module, backend)
@@ -138,6 +142,14 @@ def _gated(activation: str, module: Any, backend: Backend, rows: torch.Tensor) -
         gates, ups = module.gate_proj(rows), module.up_proj(rows)
     result: torch.Tensor = module.down_proj(backend.gate(gates, ups, activation))
     return result
+
+
+def _find_gate(experts: Any) -> None:
+    """Note the activation by which hidden numbers of experts are gated; None if it is not known."""
+    both = _random(NUM_ROWS, 2 * WIDTH)
+    own, (gates, ups) = _result(experts._apply_gate, both), both.chunk(2, -1)
+    found = (name for name in ACTIVATIONS if _same(load("reference").gate(gates, ups, name), own))
+    experts.gate_activation = next(found, None)
 
 
 def _fuse_rotation(module: Any, backend: Backend) -> None:

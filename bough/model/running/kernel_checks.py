@@ -13,11 +13,12 @@ import torch
 from torch import finfo, nn
 
 from bough.model.architecture.latent import is_latent
-from bough.model.architecture.moe import ExpertSources
+from bough.model.architecture.moe import has_own_products, stack_of
 from bough.model.backend import ACTIVATIONS, Backend, Norm, Rotary, Table, computing_by
 from bough.model.batch.batch import Batch, Segment
 from bough.model.batch.state_steps import COMMITTED, StateSteps
 from bough.model.checkpoint.container import TensorPlace
+from bough.model.checkpoint.tensor_source import Joined, TensorSource, Transposed
 from bough.model.kv.session_kv import KVMemory, KVShape, KVSlot
 from bough.model.loading.loading import Skeleton
 from bough.model.packed import Matrix, Stack
@@ -168,8 +169,8 @@ def _multiplied(
 
 def _experts(skeleton: Skeleton) -> Iterator[Check]:
     """Three experts, of which each row chooses two."""
-    sources = (slot.source for layer in skeleton.layer_slots for slot in layer)
-    parts = [source.parts[0] for source in sources if isinstance(source, ExpertSources)]
+    stacks = (stack_of(slot.module, slot.source) for layer in skeleton.layer_slots for slot in layer)
+    parts = [part for stack in stacks if stack is not None for part in _parts(stack.parts[0])]
     few = (_few_outputs(part) if _is_packed(part) else (min(part.shape[0], MANY), part.shape[1]) for part in parts)
     for matrix in dict.fromkeys(few):
         outputs, inputs = matrix.shape if isinstance(matrix, Dequantized) else matrix
@@ -181,17 +182,35 @@ def _experts(skeleton: Skeleton) -> Iterator[Check]:
 
 def _chosen(backend: Backend, numbers: Sequence[int], rows: torch.Tensor, *matrices: Matrix) -> torch.Tensor:
     """Both products of each row."""
-    chosen = torch.tensor([(number % 3, (number + 1) % 3) for number in numbers]).to(rows.device)
+    chosen = _choices(numbers, 2, rows.device)
     if backend.groups_experts:
         tiles = backend.expert_tiles(chosen, 3)
         out = backend.multiply_grouped(rows, Stack.of(matrices), tiles)
-        return out[torch.argsort(tiles.choices)].view(len(rows), -1)
+        return out[tiles.entries].view(len(rows), -1)
     by_expert = torch.stack([_multiplied(backend, numbers, rows, matrix) for matrix in matrices], 1)
     return by_expert[torch.arange(len(rows), device=rows.device)[:, None], chosen].flatten(1)
 
 
+def _parts(source: TensorSource) -> Iterator[TensorSource]:
+    """The matrices that products take of an expert's parameter."""
+    for part in source.parts if isinstance(source, Joined) else (source,):
+        yield part.matrix if isinstance(part, Transposed) else part
+
+
+def _choices(numbers: Sequence[int], k: int, device: torch.device) -> torch.Tensor:
+    """Of `k` + 1 experts by each row."""
+    return torch.tensor([[(number + i) % (k + 1) for i in range(k)] for number in numbers]).to(device)
+
+
+def _combined(backend: Backend, numbers: Sequence[int], made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    k, by_expert, flat = made.shape[1], torch.empty_like(made).flatten(0, 1), made.flatten(0, 1)
+    tiles = backend.expert_tiles(chosen := _choices(numbers, k, made.device), k + 1)
+    by_expert[tiles.entries] = flat
+    return backend.combine(by_expert, tiles, chosen, weights, k + 1)
+
+
 def _parts_of_rows(skeleton: Skeleton) -> Iterator[Check]:
-    """Norms, gates and rotary embeddings; numbers near 20 are rounded a few times."""
+    """Norms, gates, rotary embeddings and sums; numbers near 20 are rounded a few times."""
     shape, heads, error = skeleton.kv_shape(), int(skeleton.config.num_attention_heads), 64 * finfo(skeleton.dtype).eps
     modules = dict(skeleton.model.get_decoder().named_modules())
     norms = [x for x in modules.values() if "norm" in type(x).__name__.lower() and hasattr(x, "weight")]
@@ -200,6 +219,11 @@ def _parts_of_rows(skeleton: Skeleton) -> Iterator[Check]:
         sizes = (*[(NUM_ROWS, *row)] * num_by_row, row)
         yield Check(f"norm of {sizes}, {kind}", sizes, num_by_row, partial(_normed, kind), error)
     widths = {x.in_features for name, x in modules.items() if name.endswith("down_proj") and isinstance(x, nn.Linear)}
+    if experts := [x for x in modules.values() if has_own_products(x)]:
+        widths |= {x.down_proj.shape[1 if x.is_transposed else 2] for x in experts}
+        k = int(getattr(skeleton.config, "num_experts_per_tok", 2))
+        sizes = (NUM_ROWS, k, int(skeleton.config.hidden_size)), (NUM_ROWS, k)
+        yield Check(f"sums of experts' outputs of {sizes}", sizes, 2, _combined, error)
     for width, activation in product(sorted(widths), ACTIVATIONS):
         sizes = ((NUM_ROWS, width), (NUM_ROWS, width))
         yield Check(f"gate of {sizes}, {activation}", sizes, 2, partial(_gated, activation), error)

@@ -37,6 +37,7 @@ Target = TypeVar("Target", bound=TargetConfig)
 HIDDEN_COPIES = (
     8  # copies of a batch's hidden states at once: residuals, norms, queries, attention output, rotary tables
 )
+EXPERT_COPIES = 5  # of hidden numbers of the experts that rows choose, which are computed together
 FURTHER_COPIES = 3  # of hidden states beyond SWEEP_TOKENS, which layers compute part by part: inputs, parts, results
 ACTIVATION_SHARE = 1 / 32  # most of a GPU's memory that sweeps of more than SWEEP_TOKENS may take
 GPU_SHARE = 0.95  # share of the memory that is free once libraries are loaded; the allocator rounds up
@@ -315,8 +316,8 @@ def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Tar
     copies = (tokens - further) * (HIDDEN_COPIES + num_chosen) + further * FURTHER_COPIES
     hidden = copies * hidden_bytes(config, shape.dtype)
     width = int(getattr(config, "intermediate_size", 4 * config.hidden_size))
-    of_experts = tokens * int(getattr(config, "moe_intermediate_size", None) or width) if num_chosen else 0  # of one
-    intermediate = max(rows * width, of_experts) * size * 4
+    of_experts = tokens * num_chosen * int(getattr(config, "moe_intermediate_size", None) or width) * EXPERT_COPIES
+    intermediate = max(rows * width * 4, of_experts) * size
     attention = 0
     if shape.value_dim:  # latents: each head's queries and results are as wide, some of them copied
         attention = 4 * rows * int(config.num_attention_heads) * (shape.head_dim + shape.value_dim) * size

@@ -18,7 +18,8 @@ from bough.model.cpu.unpack import write
 from bough.model.packed import ExpertTiles, Matrix, Stack
 
 __all__ = [
-    "expert_table",
+    "combine",
+    "expert_tiles",
     "gate",
     "linear_by_head",
     "multiply",
@@ -29,7 +30,7 @@ __all__ = [
     "write",
 ]
 
-norm, gate = BACKEND.norm, BACKEND.gate
+norm, gate, combine, expert_tiles = BACKEND.norm, BACKEND.gate, BACKEND.combine, BACKEND.tiles_of
 
 
 def rotate(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -65,8 +66,3 @@ def multiply_grouped(rows: torch.Tensor, stack: Stack, tiles: ExpertTiles, is_so
             assert matrix is not None, "an expert that was chosen is on the device"
             out[begin:end] = multiply(own, matrix, stack.biases[expert])
     return out
-
-
-def expert_table(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """A tile for each expert."""
-    return BACKEND.expert_tiles(numbers[:, None], num_experts).table

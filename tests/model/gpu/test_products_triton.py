@@ -130,8 +130,7 @@ def test_products_by_head_have_the_bits_of_each_heads() -> None:
 def tiles_of(chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
     """As the GPU's backend makes them."""
     experts, choices = torch.sort(chosen.flatten(), stable=True)
-    table = product_triton.expert_table(experts, num_experts)
-    return ExpertTiles(table, choices, (choices // chosen.shape[1]).int())
+    return product_triton.expert_tiles(experts, choices, chosen.shape[1], num_experts)
 
 
 @pytest.mark.parametrize("name", long_but(["16 bits", "mxfp4 4 bits"], ["16 bits", *SAMPLES]))
@@ -147,7 +146,7 @@ def test_products_by_expert_have_the_bits_of_each_experts(name: str) -> None:
     rows, tiles, stack = numbers(5, INPUTS, dtype=dtype), tiles_of(chosen, num_experts), Stack.of(matrices, biases)
     found = product_triton.multiply_grouped(rows, stack, tiles)
     by_torch = load("reference").multiply_grouped(rows, stack, tiles)
-    for entry, choice in enumerate(tiles.choices.tolist()[:9]):
+    for choice, entry in enumerate(tiles.entries.tolist()[:9]):
         expert, own = int(chosen.flatten()[choice]), rows[choice // 2 :][:1]
         matrix = matrices[expert]
         assert matrix is not None
@@ -165,7 +164,9 @@ def test_every_entry_is_in_one_tile_of_its_expert(num_rows: int, k: int, num_exp
     rng = np.random.default_rng(num_rows)
     chosen = np.minimum(rng.integers(0, num_experts + 1, (num_rows, k)), rng.integers(0, num_experts + 1))
     tiles = tiles_of(torch.from_numpy(chosen), num_experts)
-    entries, most = chosen.flatten()[tiles.choices], product_triton.rows_of_tile(chosen.size, num_experts)
+    entries, most = np.empty(chosen.size, np.int64), product_triton.rows_of_tile(chosen.size, num_experts)
+    entries[tiles.entries.numpy()] = chosen.flatten()
+    assert tiles.places[tiles.entries].tolist() == [row for row in range(num_rows) for _ in range(k)]
     seen = []
     for expert, begin, end in tiles.table.tolist():
         assert 0 <= end - begin <= most

@@ -100,6 +100,28 @@ def test_gates_are_torchs_within_a_rounding(activation: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_experts_outputs_are_added_in_their_order(k: int, dtype: torch.dtype) -> None:
+    """Times weights of either type, each step rounded. What no expert has made counts nothing."""
+    num_rows, num_experts, width = 5, 9, 1100
+    orders = [torch.randperm(num_experts + 1, generator=torch.Generator().manual_seed(i))[:k] for i in range(num_rows)]
+    chosen = torch.stack(orders).to(DEVICE)  # 9 is no expert
+    tiles = BY_TORCH.expert_tiles(chosen, num_experts)
+    made = random(num_rows * k, width, dtype=dtype)
+    made[tiles.entries[chosen.flatten() == num_experts]] = torch.nan
+    for of in (torch.float32, dtype):
+        weights = random(num_rows, k, dtype=of, seed=1)
+        found = rows_triton.combine(made, tiles, chosen, weights, num_experts)
+        wanted = torch.zeros_like(found)
+        for row in range(num_rows):
+            for expert, rank in sorted(zip(chosen[row].tolist(), range(k), strict=True)):
+                if expert < num_experts:
+                    wanted[row] += (made[tiles.entries[row * k + rank]] * weights[row, rank]).to(dtype)
+        assert torch.equal(found, wanted)
+        assert torch.equal(BY_TORCH.combine(made, tiles, chosen, weights, num_experts), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
     """A GPU's own NaN has all bits of its mantissa set: rounded as a number in bfloat16 it would be -0."""
     rows, weight = random(2, 16, dtype=dtype), torch.ones(16, device=DEVICE)

@@ -11,8 +11,11 @@ from torch import nn
 from torch.nn.functional import relu, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from bough.model.architecture.architecture import build_empty
+from bough.model.architecture.moe import has_own_products
 from bough.model.backends.reference import ReferenceBackend
 from bough.model.running.fused_parts import fuse_parts
+from tests.fakes.model.families import of_two_layers
 
 
 class Noting(ReferenceBackend):
@@ -122,6 +125,15 @@ def test_what_computes_a_row_by_itself_stays(make: Callable[[], nn.Module]) -> N
     module = make()
     fused(module)
     assert "forward" not in vars(module)
+
+
+def test_gates_of_experts_are_found_by_their_activation() -> None:
+    """gpt-oss has a gate of its own."""
+    for name, activation in (("mixtral", "silu"), ("gpt-oss, sinks, alternating windows", None)):
+        decoder = build_empty(of_two_layers(name), torch.bfloat16).get_decoder()
+        fuse_parts(decoder, ReferenceBackend())
+        found = [module.gate_activation for module in decoder.modules() if has_own_products(module)]
+        assert found == [activation] * 2
 
 
 def test_gates_are_found_by_their_activation() -> None:

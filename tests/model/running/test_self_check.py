@@ -225,7 +225,7 @@ def test_grouped_products_of_experts_that_fail_are_not_used(tmp_path: Path, monk
     monkeypatch.setattr(kernel_checks, "_attention", lambda *_: ())
     assert checked_backend("auto", [device()], skeleton).name == "cublas"
     assert re.search(
-        r"product of 64 inputs, 96 outputs of experts: .* off than rounding", next(backend_notes(device()))
+        r"product of 64 inputs, 48 outputs of experts: .* off than rounding", next(backend_notes(device()))
     )
 
 
