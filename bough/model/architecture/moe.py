@@ -243,7 +243,7 @@ def experts_forward(
 def routed_together(chunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
     """Compute a layer's chunks of rows with one stop after their routers, and each expert once for all of them.
 
-    The host waits for the device's choice, as it must know which experts to load.
+    Where experts come when they are chosen, the host waits for the device's choice.
     """
     return side_by_side(chunks, _outputs) if len(chunks) > 1 else [chunk() for chunk in chunks]
 

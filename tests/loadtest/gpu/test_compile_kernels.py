@@ -35,7 +35,7 @@ log.write_text(re.sub(r"Used \d+ registers", "Used 7 registers", log.read_text()
 registers.append(compiled(kernel, 89).registers)
 log.unlink()
 registers.append(compiled(kernel, 89).registers)
-with _programs(89) as programs:
+with _programs(89, kernel.function) as programs:
     kernel.calls[0]()
 ((made, _),) = programs.values()
 before, made.n_spills = BACKEND.spilling(), 2  # which Triton sets when it loads a program
