@@ -1,12 +1,15 @@
 """Compiles every kernel for GPUs that need not be present, and reports registers, spills and shared memory.
 
-    python -m loadtest.gpu.compile_kernels [--capabilities 80 86 89 90 120] [--only bf16]
+    python -m loadtest.gpu.compile_kernels [--capabilities 80 86 89 90 120] [--tritons 3.7.1 3.6.0] [--only bf16]
 
 The wrappers that a worker calls bind and compile them, through Triton's own path, with a driver that launches nothing.
-Calls with few and many rows must come to one program. Prints a line for each kernel, then one JSON line. Kernels in
-Triton's cache that have an assembler report are not compiled again. The exit status is 1 if a kernel spills registers
-to memory, needs more shared memory than there is, or is attention or a product without tensor cores or without loads of
-16 bytes. Speed is not measured.
+Calls with few and many rows must come to one program. A version of Triton that is not installed is downloaded with pip
+to bough's cache folder, and used in another process. Launches of a layer are counted on a pretended device.
+
+Prints a line for each kernel, then one JSON line. Kernels in Triton's cache that have an assembler report are not
+compiled again. The exit status is 1 if a kernel spills registers to memory, needs more shared memory than there is, or
+is attention or a product without tensor cores or without loads of 16 bytes, or if a layer has more launches than
+MOST_LAUNCHES. Speed is not measured.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ import bough.model  # noqa: F401  # before torch, see there
 import io
 import json
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
@@ -36,6 +42,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 
+from bough.config.cache_paths import cache_folder
 from bough.config.flag_parser import FlagParser
 from bough.model.backend import ACTIVATIONS, Norm, Rotary, Table
 from bough.model.batch.path_spans import Paths
@@ -47,6 +54,8 @@ from bough.model.quant.ggml_blocks import TYPES
 from bough.model.running.fused_parts import NORMS, ROTARIES
 
 CAPABILITIES = (80, 86, 89, 90, 120)
+PREVIOUS_TRITON = "3.6.0"  # of torch 2.11
+MOST_LAUNCHES = {"dense": 24, "packed": 26, "mixture": 40}  # of a layer
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # limit of a program
 LOG = "assembler.log"  # the assembler's report, next to a kernel in Triton's cache
 WIDE_LOADS = 6  # least of a product: rows and weights, of at least three tiles
@@ -124,6 +133,7 @@ class Compiled:
     shared_bytes: int
     products: tuple[str, ...]  # shapes of its tensor cores' instructions
     wide_loads: int  # instructions that load 16 bytes
+    triton: str = triton_version
 
     @property
     def fits(self) -> bool:
@@ -342,23 +352,60 @@ def _assembled(function: Any, compile_: Callable[[], Any]) -> tuple[Any, str]:
     return made, Path(kept.get_file(LOG)).read_text()
 
 
+def compiled_here(capabilities: Sequence[int], only: Sequence[str]) -> list[Compiled]:
+    """Compile kernels whose name matches any pattern of `only` with this process's Triton; prints each."""
+    rows = []
+    for kernel in kernels():
+        for capability in capabilities if any(re.search(part, kernel.name) for part in only) else ():
+            rows.append(compiled(kernel, capability))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def compiled_by(version: str, capabilities: Sequence[int], only: Sequence[str]) -> list[Compiled]:
+    """The same with another version of Triton, in a process of its own."""
+    folder = cache_folder() / f"triton-{version}"
+    if not (folder / "triton").is_dir():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        subprocess.run([*install, f"triton=={version}"], check=True)
+    command = [sys.executable, "-m", "loadtest.gpu.compile_kernels", "--tritons", version, "--only", *only]
+    command += ["--capabilities", *map(str, capabilities)]
+    path = os.pathsep.join((str(folder), os.getcwd(), os.environ.get("PYTHONPATH", "")))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert process.stdout is not None
+    line = ""
+    for line in process.stdout:
+        if not line.startswith("{"):
+            print(line, end="", flush=True)
+    process.wait()
+    return [Compiled(**row) for row in json.loads(line)["kernels"]]
+
+
+def launches() -> dict[str, int]:
+    """Launches of a layer by kind of model, from the pretended device of the tests."""
+    from tests.fakes.gpu.launches import launches_per_layer
+
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        return launches_per_layer(Path(folder))
+
+
 def main() -> None:
     """Print results as they come, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
+    parser.add_argument("--tritons", nargs="+", default=[triton_version, PREVIOUS_TRITON], help="versions of Triton")
     parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name matches any of these patterns")
     arguments = parser.parse_args()
     rows = []
-    for kernel in kernels():
-        for capability in (
-            arguments.capabilities if any(re.search(part, kernel.name) for part in arguments.only) else ()
-        ):
-            rows.append(compiled(kernel, capability))
-            print(rows[-1], flush=True)
-    fit = all(row.fits for row in rows)
-    found = {"architectures": sorted({row.capability for row in rows}), "triton": triton_version}
+    for version in arguments.tritons:
+        act = compiled_here if version == triton_version else partial(compiled_by, version)
+        rows += act(arguments.capabilities, arguments.only)
+    found = {"architectures": sorted({row.capability for row in rows}), "tritons": sorted({row.triton for row in rows})}
+    counted = launches() if arguments.only == [""] else {}
+    fit = all(row.fits for row in rows) and all(count <= MOST_LAUNCHES[name] for name, count in counted.items())
     spills = sum(row.spilled_bytes > 0 for row in rows)
-    print(json.dumps(found | {"spills": spills, "fit": fit, "kernels": [asdict(row) for row in rows]}))
+    found |= {"spills": spills, "launches": counted, "fit": fit}
+    print(json.dumps(found | {"kernels": [asdict(row) for row in rows]}))
     raise SystemExit(0 if fit else 1)
 
 

@@ -16,10 +16,11 @@ pytest.importorskip("triton", reason="Triton is not installed; builds of torch f
 # for each list of flags; then one kernel in an empty cache, again where its log says something else, and without it.
 COMPILE = r"""
 import json, os, re, runpy, sys
+from importlib.metadata import version
 from pathlib import Path
 
 for flags in json.loads(sys.argv[1]):
-    sys.argv[1:] = flags
+    sys.argv[1:] = ["--tritons", version("triton"), *flags]
     try:
         runpy.run_module("loadtest.gpu.compile_kernels", run_name="__main__")
     except SystemExit as ended:
@@ -76,3 +77,21 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     assert from_the_cache == 7
     assert anew == without_a_log != 7
     assert (before, spills) == ([], True), "of programs that a GPU has loaded"
+
+
+@pytest.mark.long
+def test_launches_of_a_layer_are_within_the_commands_budget(tmp_path: Path) -> None:
+    """Without an environment that compiles for GPUs, as the command counts them in its process."""
+    code = """
+import json, sys
+from pathlib import Path
+
+import loadtest.gpu.compile_kernels as command
+from tests.fakes.gpu.launches import launches_per_layer
+
+print(json.dumps([launches_per_layer(Path(sys.argv[1])), command.MOST_LAUNCHES]))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    counted, most = json.loads(done.stdout.splitlines()[-1])
+    assert counted.keys() == most.keys()
+    assert all(counted[kind] <= most[kind] for kind in most), counted
