@@ -26,10 +26,8 @@ _VARYING = ("num_rows",)  # must not be specialised on, see `attention_triton`
 
 @triton.jit
 def _own(pointer: tl.tensor, addresses: tl.tensor, PLACE: tl.constexpr, ALIGNMENT: tl.constexpr) -> tl.tensor:
-    """An expert's tensor of the type of `pointer`; None if that is None."""
-    if pointer is not None:
-        pointer = tl.multiple_of(tl.load(addresses + PLACE).to(pointer.dtype), ALIGNMENT)
-    return pointer
+    """An expert's tensor of the type of `pointer`."""
+    return tl.multiple_of(tl.load(addresses + PLACE).to(pointer.dtype), ALIGNMENT)
 
 
 @triton.jit
@@ -63,9 +61,18 @@ def _multiply(
         if begin >= end:
             return
         numbers, scales, zeros, order, whole = tensors
-        numbers, scales = _own(numbers, own, 0, ALIGNMENT), _own(scales, own, 1, ALIGNMENT)
-        zeros, order, whole = _own(zeros, own, 2, ALIGNMENT), _own(order, own, 3, ALIGNMENT), _own(whole, own, 4, 4)
-        tensors, bias = (numbers, scales, zeros, order, whole), _own(bias, own, 5, 2)
+        numbers = _own(numbers, own, 0, ALIGNMENT)
+        if scales is not None:
+            scales = _own(scales, own, 1, ALIGNMENT)
+        if zeros is not None:
+            zeros = _own(zeros, own, 2, ALIGNMENT)
+        if order is not None:
+            order = _own(order, own, 3, ALIGNMENT)
+        if whole is not None:
+            whole = _own(whole, own, 4, 4)
+        if bias is not None:
+            bias = _own(bias, own, 5, 2)
+        tensors = (numbers, scales, zeros, order, whole)
     n_begin, head = tl.program_id(1) * TILE, tl.program_id(2).to(tl.int64)
     m, n, steps = begin + tl.arange(0, BLOCK_M), n_begin + tl.arange(0, TILE), tl.arange(0, TILE)
     is_row = (m < end)[:, None]
@@ -84,10 +91,7 @@ def _multiply(
         if LAYOUT.factors == "EARLY":
             scale = factors(tensors, sizes, n_begin, k_begin + TILE, LAYOUT)
         weights = _operand(weights, rows, IN_HALVES)
-        if IN_HALVES:
-            sums = tl.dot(row, weights, sums)
-        else:
-            sums = tl.dot(row.to(tl.float32), weights, sums, input_precision="ieee")
+        sums = tl.dot(row if IN_HALVES else row.to(tl.float32), weights, sums, input_precision="ieee")
     if bias is not None:
         sums += tl.load(bias + n, mask=n < sizes.outputs, other=0.0).to(tl.float32)[None, :]
     cells = out + head * strides[2] + m[:, None].to(tl.int64) * strides[3] + n[None, :]
@@ -214,10 +218,14 @@ def _least_rows() -> int:
 
 
 def _constants(num_rows: int, dtype: torch.dtype, layout: Layout) -> dict[str, object]:
-    """Constants and options of a program, by its rows. Scales of each input leave registers for fewer stages."""
+    """Constants and options of a program, by its rows.
+
+    Scales of each input, and numbers in several places, leave registers for fewer stages.
+    """
     is_bf16 = dtype == torch.bfloat16
     in_halves = dtype == torch.float16 or (is_bf16 and not isinstance(_multiply, InterpretedFunction))
-    num_warps, num_stages = OPTIONS[num_rows] if layout.factors else (OPTIONS[num_rows][0], 2)
+    num_warps, num_stages = OPTIONS[num_rows]
+    num_stages = 2 if not layout.factors or (layout.blocks and not layout.blocks.half) else num_stages
     constants: dict[str, object] = {"BLOCK_M": num_rows, "IN_HALVES": in_halves}
     constants |= {"IS_BF16": is_bf16, "ALIGNMENT": 16, "num_warps": num_warps}
     return constants | {"num_stages": num_stages if in_halves else 1, "enable_fp_fusion": False}

@@ -247,7 +247,8 @@ def _nibbles(rows: tl.tensor, is_n: tl.tensor, k_begin: tl.tensor, inputs: tl.te
     bytes_ = tl.load(rows[None, :] + places[:, None], mask=(first < inputs)[:, None] & is_n, other=0).to(tl.int32)
     bytes_ = tl.reshape(bytes_, (CHUNKS, 1, B.half, rows.shape[0]))
     numbers = (bytes_ >> (4 * tl.arange(0, 2))[None, :, None, None]) & 15
-    return _value_of(tl.reshape(numbers, (TILE, rows.shape[0])), B.numbers)
+    NUMBERS: tl.constexpr = B.numbers
+    return _value_of(tl.reshape(numbers, (TILE, rows.shape[0])), NUMBERS)
 
 
 @triton.jit
@@ -268,12 +269,14 @@ def _block_factors(
     is_in = (first < sizes.inputs) & (n < sizes.outputs)[None, :]
     scale = _half(block, is_in, B.scale)
     offset = scale
+    SCALES: tl.constexpr = B.scales  # Triton 3.6 takes a part of a constant only by a name
+    MINS: tl.constexpr = B.mins
     if B.offset >= 0:
         offset = _half(block, is_in, B.offset)
         if B.mins[0]:
-            offset = -offset * _number(block, group, is_in, B.mins)
+            offset = -offset * _number(block, group, is_in, MINS)
     if B.scales[0]:
-        scale = scale * _number(block, group, is_in, B.scales)
+        scale = scale * _number(block, group, is_in, SCALES)
     return scale, offset
 
 
@@ -287,7 +290,8 @@ def factors(
     if LAYOUT.name == "PLAIN":
         scale, offset = k_begin, k_begin
     elif LAYOUT.name == "BLOCKS":
-        scale, offset = _block_factors(numbers, n, k_begin, sizes, LAYOUT.blocks)
+        BLOCKS: tl.constexpr = LAYOUT.blocks
+        scale, offset = _block_factors(numbers, n, k_begin, sizes, BLOCKS)
     else:
         group = _group(order, k_begin, sizes, LAYOUT)
         scale = _scales(scales, whole, group, n, sizes, LAYOUT)
@@ -326,7 +330,8 @@ def tile(
             value = _nibbles(rows, (n < sizes.outputs)[None, :], k_begin, sizes.inputs, B)
         else:
             block = rows[None, :] + (k // B.size * B.num_bytes)[:, None]
-            value = _number(block, (k % B.size)[:, None], is_in, B.numbers)
+            NUMBERS: tl.constexpr = B.numbers
+            value = _number(block, (k % B.size)[:, None], is_in, NUMBERS)
         value = _spread(scale) * value
         if B.offset >= 0:
             value = value + _spread(offset)
