@@ -119,10 +119,11 @@ class StoredAs:
         per_number = {WORDS: 32 // self.bits, FLOAT4: 2}.get(self.dtype, 1)
         scales = FLOAT8 if is_two_level else EXPONENTS if self.dtype == FLOAT4 else "F16"
         groups = None if self.is_ordered else place_of(WORDS, inputs)
+        zeros = None if self.is_symmetric else place_of(WORDS, -(-outputs * self.bits // 32), -(-inputs // block[1]))
         return Scaled(
             place_of(self.dtype, outputs, inputs // per_number),
             place_of(scales, *shape[0]),
-            None,
+            zeros,
             groups,
             self.bits,
             block,

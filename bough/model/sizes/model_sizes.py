@@ -137,7 +137,7 @@ def _on_the_hub(model: str) -> FoundModel:
 def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, device_type: str = "cpu") -> ModelShapes:
     """Sizes for computing in a dtype, in chunks of `rows` rows, from the headers of the weights.
 
-    `bits` is the assumed storage of weights: 16, or 8 or 4 like most compressed-tensors checkpoints; 0 is as stored.
+    `bits` is the assumed storage of weights: 16, or 8 or 4 with zero points as in AWQ and GPTQ; 0 is as stored.
 
     Raises:
         CheckpointError: the architecture or the format is not supported, or headers are needed and missing.
@@ -223,6 +223,7 @@ def _imagined(
     layer: nn.Module, bits: int, stored: torch.dtype, dtype: torch.dtype, expert_share: float, by_matrix: bool
 ) -> Iterator[_Parameter]:
     """The parameters of a layer as they would be stored in `bits`, or in 0 as `stored`."""
+    stored_as = StoredAs(WORDS, bits, "group", (1, SAMPLE_GROUP), is_symmetric=False)
     for module in layer.modules():
         buffers = ((k, b) for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set)
         for key, parameter in (*module._parameters.items(), *buffers):
@@ -230,7 +231,7 @@ def _imagined(
                 continue
             shape, is_stack = tuple(parameter.shape), parameter.dim() == 3 and has_own_products(module)
             is_packed = 0 < bits < 16 and (is_stack or (isinstance(module, nn.Linear) and len(shape) == 2))
-            packed = StoredAs(WORDS, bits, "group", (1, SAMPLE_GROUP)).sample(*shape[-2:]) if is_packed else None
+            packed = stored_as.sample(*shape[-2:]) if is_packed else None
             # Experts are converted one at a time, in parts that are then joined.
             plain = 2 * room_bytes(shape[1:], dtype) if is_stack else room_bytes(shape, dtype)
             num_matrices = shape[0] if is_stack else 1

@@ -174,7 +174,7 @@ def test_a_70b_is_planned_from_its_config(llama_70b: str, capsys: pytest.Capture
     assert whole["flops_per_token"] == pytest.approx(2 * 69.5e9, rel=0.01)
     packed = run(capsys, llama_70b, *ELSEWHERE, "--bits", "4")
     matrices = (2 * 8192 + 2 * 1024 + 3 * 28672) * 8192
-    assert packed["layer_bytes"][0] == matrices // 2 + matrices // 128 * 2 + 2 * 8192 * 2
+    assert packed["layer_bytes"][0] == matrices // 2 + matrices // 128 * 2 + matrices // 128 // 2 + 2 * 8192 * 2
     assert set(packed["tiers"]) == {"resident", "host"}
     assert packed["device_bytes"] <= 24e9
     assert packed["host_bytes"] <= 128e9

@@ -55,6 +55,15 @@ def test_packed_weights_are_read_once_and_rows_padded_to_tiles(folder: Path) -> 
         assert plan.sweep.compute_seconds(num_tokens) == pytest.approx(seconds, rel=0.001)
 
 
+def test_4_bits_without_headers_are_placed_and_predicted_as_awq(folder: Path, tmp_path: Path) -> None:
+    """Without zero points they kept a layer more on the card."""
+    llama_70b(dtype="float16").save_pretrained(tmp_path / "alone")
+    stored, imagined = planned(folder), planned(tmp_path / "alone", "--bits", "4")
+    assert imagined.shapes.layer_bytes == stored.shapes.layer_bytes
+    assert imagined.placement == stored.placement
+    assert imagined.sweep == stored.sweep
+
+
 def test_a_prompt_of_8_thousand_tokens_takes_two_sweeps_of_16_bits(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,10 +80,10 @@ def awq_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_headers(folder, llama_70b(dtype="float16", quantization_config=AWQ), "awq 4 bits")
 
 
-def test_a_card_of_24_gb_keeps_34_layers_of_a_70b_in_4_bits(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_of_24_gb_keeps_37_layers_of_a_70b_in_4_bits(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 0.8 of the memory and embeddings there it kept 18."""
     placement = placed(monkeypatch, awq_70b)
-    assert len(placement.layers(Tier.RESIDENT)) >= 34
+    assert len(placement.layers(Tier.RESIDENT)) >= 37
     assert placement.device_bytes <= 0.95 * (CARD - CONTEXT)
     assert placement.fixed.host_embeddings == 2 * 8192 * 128256
 
