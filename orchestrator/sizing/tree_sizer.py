@@ -209,7 +209,7 @@ class TreeSizer:
             seconds = self._times.draft_seconds(situation, session.stats)
             trust = session.pair.trust.factor
             drafting = best_size(session.stats.drafted, load, seconds, np.arange(2, most_drafted + 1), trust)
-            drafted = self._growth(situation, session, drafting)
+            drafted = self._growth(situation, session, load, drafting)
             if self._weigh(session, drafting, plain) and drafted.min_gain <= FIRST_BOUND:
                 best, mode, growth = drafting, Mode.DRAFT, drafted
             elif session.pair.probing.is_due():
@@ -232,15 +232,20 @@ class TreeSizer:
             session.pair.stats.is_drafting = stats.is_drafting
         return stats.is_drafting
 
-    def _growth(self, situation: Situation, session: SessionState, best: PredictedSize) -> BestFirst:
-        """Limits for growing the best size and a little more; the least gain limits the depth."""
+    def _growth(self, situation: Situation, session: SessionState, load: SweepLoad, best: PredictedSize) -> BestFirst:
+        """Limits for growing the best size and a little more; the least gain limits the depth.
+
+        A step must pay for its own seconds and for those of a node: one that it adds, or one that it replaces.
+        """
         speculation = situation.speculation
         budget = min(MOST_NODES, math.ceil(ROOM_TO_GROW * best.num_nodes))
         width = speculation.width or min(max(self._default.width, budget // 8), max(LEAST_WIDTH, budget // 2))
         free_seconds = self._times.free_seconds(situation)
         min_gain, depth = 0.0, self._max_depth
         if not free_seconds:
-            min_gain = session.pair.margin.min_gain(best.rate * self._times.step_seconds(situation))
+            without, with_node = load.seconds_beside(best.num_nodes - np.array([1, 0]), best.num_nodes)
+            seconds = self._times.step_seconds(situation) + float(with_node - without)
+            min_gain = session.pair.margin.min_gain(best.rate * seconds)
             depth = depth if min_gain else UNKNOWN.depth
         return BestFirst(budget, width, speculation.depth or depth, min_gain=min_gain, seconds=free_seconds)
 

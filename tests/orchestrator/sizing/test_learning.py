@@ -132,7 +132,7 @@ def test_a_new_session_starts_with_what_others_have_learnt() -> None:
     learnt = mean_nodes(world.play(100)[50:])
     first = world.round(replace(world.base, session_id="new"))
     assert first.num_nodes == pytest.approx(learnt, abs=1)
-    assert first.num_nodes < MadeRounds(sweep=STEEP).play(1)[0].num_nodes
+    assert first.plan.tree.growth.budget < MadeRounds(sweep=STEEP).play(1)[0].plan.tree.growth.budget
 
 
 def test_sessions_keep_their_own_acceptance() -> None:

@@ -27,6 +27,7 @@ from tests.fakes.made_rounds import (
     situation,
 )
 
+WEAK = (0.35, 0.08, 0.05)
 SURE = (0.97, 0.01)  # what a draft says of its guesses
 
 
@@ -147,6 +148,18 @@ def test_more_expensive_steps_make_shallower_trees() -> None:
     ]
     assert depths == sorted(depths, reverse=True)
     assert depths[0] > depths[-1] + 2
+
+
+def test_a_tree_of_two_nodes_is_grown_in_one_step_and_used_where_it_pays() -> None:
+    """A second node costs 0.2 sweeps and is right for 0.35; a third is worth neither its row nor its step."""
+    world = MadeRounds(
+        sweep=CostCurve((1, 65), (1.0, 13.8)), step=CostCurve((1, 65), (0.033, 0.04)), claimed=WEAK, true=WEAK
+    )
+    rounds = world.play(200)[40:]
+    drafted = [played.outcome.grown for played in rounds if played.outcome.grown is not None]
+    assert len(drafted) > 0.9 * len(rounds)
+    assert {played.num_nodes for played in rounds} <= {1, 2, 3}
+    assert sum(grown.timings.num_passes for grown in drafted) < 1.2 * len(drafted)
 
 
 def test_a_target_that_has_become_steep_is_followed_within_five_rounds() -> None:
