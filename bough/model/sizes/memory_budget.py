@@ -267,7 +267,7 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
 def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits) -> int:
     """Upper estimate of a sweep's memory without weights and slots (tests/model/sizes/test_memory_budget.py)."""
     size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
-    part = min(limits.rows, OWN_MOST)  # rows of a product; others are padded to them, and copied from each part
+    part = min(limits.rows or OWN_MOST, OWN_MOST)  # rows of a product, to which others are padded and copied
     num_rows = -(-limits.max_logit_rows // part) * part * (2 if _scales_logits(config) else 1) + part
     logits = 8 * vocab_size * FLOAT64_BYTES  # one row at a time
     return layer_activation_bytes(config, shape, limits) + num_rows * vocab_size * size + logits
