@@ -36,6 +36,7 @@ FIXED = RowCounts(256, 256)  # rows of norms that are not known
 TRIED = torch.bfloat16  # roundings at other places give other bits
 NUM_ROWS, WIDTH = 3, 16  # of random numbers: few, as there are many modules
 SCALES = -3, 1  # powers of ten by which random rows are scaled: in small rows a norm's epsilon counts
+LARGE = 1000.0  # factor of a gate's other random rows: clamped gates compute large numbers otherwise
 
 
 def fuse_parts(decoder: nn.Module, backend: Backend) -> None:
@@ -57,6 +58,12 @@ def fuse_parts(decoder: nn.Module, backend: Backend) -> None:
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(TRIED)
+
+
+def _random_gates(*shape: int) -> torch.Tensor:
+    """Rows as `_random`, and as many large ones."""
+    rows = _random(*shape)
+    return torch.cat((rows, LARGE * rows), -2)
 
 
 def _result(function: Forward, *inputs: Any) -> Any:
@@ -131,7 +138,7 @@ def _fuse_gate(module: Any, backend: Backend) -> bool:
         weights[f"{name}.weight"] = _random(num_outputs, WIDTH, seed=seed)
         if linear.bias is not None:
             weights[f"{name}.bias"] = _random(num_outputs)
-    run = partial(_result, functional_call, module, weights, (_random(1, NUM_ROWS, WIDTH),))
+    run = partial(_result, functional_call, module, weights, (_random_gates(1, NUM_ROWS, WIDTH),))
     return _replace(module, backend, run, [partial(_gated, name) for name in ACTIVATIONS])
 
 
@@ -146,7 +153,7 @@ def _gated(activation: str, module: Any, backend: Backend, rows: torch.Tensor) -
 
 def _find_gate(experts: Any) -> None:
     """Note the activation by which hidden numbers of experts are gated; None if it is not known."""
-    both = _random(NUM_ROWS, 2 * WIDTH)
+    both = _random_gates(NUM_ROWS, 2 * WIDTH)
     own, (gates, ups) = _result(experts._apply_gate, both), both.chunk(2, -1)
     found = (name for name in ACTIVATIONS if _same(load("reference").gate(gates, ups, name), own))
     experts.gate_activation = next(found, None)

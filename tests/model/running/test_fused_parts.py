@@ -80,6 +80,17 @@ class Gated(nn.Module):
         return result
 
 
+class Experts(nn.Module):
+    """With a clamped gate."""
+
+    is_transposed = False
+    gate_activation: str | None = "not tried"
+
+    def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
+        gates, ups = both.chunk(2, -1)
+        return clamped(gates) * ups
+
+
 def turned_by_ones(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Any, Any]:
     return q + 1, k + 1
 
@@ -143,6 +154,18 @@ def test_gates_are_found_by_their_activation() -> None:
         asked = fused(module)
         assert torch.equal(module(rows), wanted)
         assert asked == wanted_asked
+
+
+def clamped(numbers: torch.Tensor) -> torch.Tensor:
+    return silu(numbers).clamp(max=20.0)
+
+
+def test_clamped_gates_are_not_taken_for_plain_ones() -> None:
+    experts = Experts()
+    for module in (experts, mlp := Gated(clamped)):
+        fuse_parts(module, ReferenceBackend())
+    assert experts.gate_activation is None
+    assert "forward" not in vars(mlp)
 
 
 def test_rotations_are_found_when_they_are_called() -> None:
