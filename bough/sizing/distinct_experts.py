@@ -75,7 +75,7 @@ class DistinctExperts:
 
     def observe(self, rows: int, ratio: float) -> None:
         """Add a sweep; one row says nothing, and an impossible ratio is ignored, such as 0 if none was counted."""
-        if rows > 1 and 1.0 <= ratio <= min(rows, 1 / self.mixture.chosen_share):
+        if rows > 1 and 1.0 <= ratio <= min(rows, self.mixture.num_experts / self.mixture.num_chosen):
             self._samples.append((rows, ratio))
             numbers, ratios = zip(*self._samples, strict=True)
             fits = np.stack([np.interp(numbers, self._rows, each) for each in self._by_overlap])

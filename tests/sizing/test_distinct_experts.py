@@ -93,6 +93,16 @@ def test_impossible_counts_are_ignored(ratio: float) -> None:
     assert experts.overlap == before > 0
 
 
+@pytest.mark.parametrize(("num_experts", "num_chosen"), [(72, 10), (64, 4)])
+def test_sweeps_that_choose_all_experts_count(num_experts: int, num_chosen: int) -> None:
+    """1 / (10 / 72) is less than 7.2."""
+    experts = DistinctExperts(Mixture(num_experts, num_chosen), grid(1, MOST))
+    experts.observe(8, 1.5)
+    before = experts.overlap
+    experts.observe(MOST, num_experts / num_chosen)
+    assert experts.overlap < before
+
+
 def test_a_model_whose_rows_choose_all_experts_is_like_a_dense_one() -> None:
     experts = DistinctExperts(Mixture(4, 4), grid(1, MOST))
     experts.observe(8, 1.0)

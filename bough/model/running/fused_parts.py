@@ -98,6 +98,7 @@ def _fuse_norm(module: Any, backend: Backend) -> None:
     row = max((weight.shape for weight in weights.values()), key=len, default=torch.Size([WIDTH]))
     if isinstance(module, NO_NORMS) or len(row) > 2 or len(weights) < len([*module.parameters()]):
         return
+    in_fixed = partial(_in_fixed_counts, module.forward, len(row))
     rows, gates = (_random(NUM_ROWS, *row, seed=seed) for seed in (1, 2))
     rows = (rows * torch.logspace(*SCALES, NUM_ROWS).view(-1, *(1 for _ in row))).to(TRIED)
     for inputs in ((rows, gates), (rows,)):
@@ -106,13 +107,15 @@ def _fuse_norm(module: Any, backend: Backend) -> None:
         if isinstance(own, torch.Tensor) and own.shape == rows.shape:
             break
     else:
+        if "norm" in type(module).__name__.lower():  # it cannot be tried, as with a buffer that has no memory yet
+            module.forward = in_fixed
         return
     epsilons = {value for value in vars(module).values() if isinstance(value, float)}
     forwards = [partial(_normed, *found) for found in product(NORMS, epsilons)] if [*weights] == ["weight"] else []
     if not _replace(module, backend, run, forwards):
         rows[..., 0] += 1.0
         if not _same(own[..., 1:], run()[..., 1:]):  # it computes a number from several of the row
-            module.forward = partial(_in_fixed_counts, module.forward, len(row))
+            module.forward = in_fixed
 
 
 def _normed(
@@ -121,10 +124,10 @@ def _normed(
     return backend.norm(rows, module.weight, epsilon, kind, gate)
 
 
-def _in_fixed_counts(forward: Forward, num_axes: int, *rows: torch.Tensor) -> torch.Tensor:
+def _in_fixed_counts(forward: Forward, num_axes: int, *rows: torch.Tensor, **others: Any) -> torch.Tensor:
     """A norm of any number of rows of some axes: on a GPU torch divides a row's sum by the number of rows."""
     flat = (each.reshape(-1, *each.shape[-num_axes:]) for each in rows)
-    return in_counts(forward, FIXED, *flat).view(rows[0].shape)
+    return in_counts(partial(forward, **others), FIXED, *flat).view(rows[0].shape)
 
 
 def _fuse_gate(module: Any, backend: Backend) -> bool:
@@ -175,22 +178,19 @@ def _fuse_rotation(module: Any, backend: Backend) -> None:
 
 def _takes_tables(function: Any) -> bool:
     is_function = callable(function) and not isinstance(function, type)
-    return is_function and {"cos", "sin"} <= {*inspect.signature(function).parameters}
+    return is_function and [*inspect.signature(function).parameters][:4] == ["q", "k", "cos", "sin"]
 
 
-def _turned(
-    function: Forward,
-    backend: Backend,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *rest: Any,
-) -> Any:
+def _turned(function: Forward, backend: Backend, *arguments: Any, **others: Any) -> Any:
     """What the function returns, by the backend if it is one of its formulas."""
-    is_usual = not rest and (queries.dim(), cos.dim()) == (4, 3) and queries.shape[-1] == keys.shape[-1]
-    kind = _rotary(function, queries.shape[-1], queries.dtype, cos.shape[-1], cos.dtype) if is_usual else None
-    return function(queries, keys, cos, sin, *rest) if kind is None else backend.rotate(queries, keys, cos, sin, kind)
+    if len(arguments) == 4 and not others:
+        queries, keys, cos, sin = arguments
+        is_usual = (queries.dim(), cos.dim()) == (4, 3) and queries.shape[-1] == keys.shape[-1]
+        sizes = queries.shape[-1], queries.dtype, cos.shape[-1], cos.dtype
+        kind = _rotary(function, *sizes) if is_usual else None
+        if kind is not None:
+            return backend.rotate(queries, keys, cos, sin, kind)
+    return function(*arguments, **others)
 
 
 @cache

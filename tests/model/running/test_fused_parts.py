@@ -57,6 +57,19 @@ class OtherNorm(nn.Module):
         return self.weight * hidden / hidden.abs().mean(-1, keepdim=True)
 
 
+class UntriedNorm(nn.Module):
+    """Has a weight that is no parameter, of a size that no random rows have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.rand(12)
+        self.rows: list[int] = []
+
+    def forward(self, hidden: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        self.rows.append(len(hidden))
+        return factor * self.weight * hidden / hidden.abs().mean(-1, keepdim=True)
+
+
 class Scale(nn.Module):
     """Computes each number alone."""
 
@@ -111,6 +124,18 @@ class OtherAttention(Attention):
         return turned_by_ones(heads, heads, table, table)
 
 
+def turned_alone(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> torch.Tensor:
+    return x * cos.unsqueeze(unsqueeze_dim) + sin.unsqueeze(unsqueeze_dim)
+
+
+class NamingAttention(Attention):
+    """Turns queries and keys apart, or with an axis that is named, as Gemma 4 and DeepSeek-V4 do."""
+
+    def forward(self, heads: torch.Tensor, table: torch.Tensor, *, axis: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        alone = turned_alone(heads, table, table, unsqueeze_dim=axis)
+        return alone, apply_rotary_pos_emb(heads, heads, table, table, unsqueeze_dim=axis)[0]
+
+
 @pytest.mark.parametrize("epsilon", [1e-6, 1e-5])
 def test_a_norm_is_found_with_its_epsilon(epsilon: float) -> None:
     module, rows = LlamaRMSNorm(16, eps=epsilon).bfloat16(), (1e-3 * torch.randn(1, 3, 16)).bfloat16()
@@ -128,6 +153,15 @@ def test_a_norm_that_is_not_known_gets_a_fixed_number_of_rows(shape: tuple[int, 
     module.rows.clear()
     assert torch.equal(module(rows), wanted)
     assert not asked
+    assert module.rows == [256]
+
+
+def test_a_norm_that_cannot_be_tried_gets_a_fixed_number_of_rows() -> None:
+    module, rows = UntriedNorm(), torch.randn(1, 6, 12)
+    wanted = module(rows, factor=2.0)
+    fused(module)
+    module.rows.clear()
+    assert torch.equal(module(rows, factor=2.0), wanted)
     assert module.rows == [256]
 
 
@@ -174,6 +208,7 @@ def test_rotations_are_found_when_they_are_called() -> None:
         (Attention(), 1, ["rotate"]),
         (Attention(), 2, []),
         (OtherAttention(), 1, []),
+        (NamingAttention(), 2, []),
     ):
         wanted = module(heads, table, axis=axis)
         asked = fused(module)
