@@ -40,6 +40,7 @@ from loadtest.gpu.supervised import is_outcome, results_of
 from loadtest.gpu.work import WORK
 
 PARTS = (
+    "products",
     "unpacking",
     "contexts",
     "recurrence",
@@ -128,7 +129,7 @@ def merged(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def holds(report: Mapping[str, Any], on_gpu: bool) -> bool:
     """Whether all checks hold; speed is checked only if the smallest trees are bound by the link."""
-    counted = [*report.get("equality", []), *report.get("families", [])]
+    counted = [row for part in ("products", "equality", "families") for row in report.get(part, [])]
     counted += [report[name] for name in ("layer_bits", "experts") if name in report]
     close = [report[name] for name in ("attention", "second_gpu") if name in report]
     close += [row for part in ("equality", "families", "recurrence", "draft") for row in report.get(part, [])]

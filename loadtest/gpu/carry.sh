@@ -25,7 +25,7 @@ $(find "$folder" -name '*.whl' | wc -l) wheels, $(du -sh "$folder" | cut -f1). C
 python3 -m pip install --quiet --no-index --no-deps --target /tmp/carried $folder/*.whl
 export PYTHONPATH=/tmp/carried
 python3 -m loadtest.gpu --host-memory 60GB --seconds 290 --report first.json \\
-    --parts "device,smoke,layer_bits,equality,families,draft,target 4,target 4 resident,profile"
+    --parts "device,smoke,products,layer_bits,equality,families,draft,target 4,target 4 resident,profile"
 python3 -m loadtest.gpu --host-memory 60GB --seconds 290 --report second.json \\
     --parts "attention,unpacking,recurrence,copying,contexts,experts,second_gpu,pipeline,target 16"
 COMMANDS

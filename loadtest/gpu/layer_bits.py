@@ -1,29 +1,27 @@
 """Checks that a row of a large layer has the same bits at any place in a batch; part of `loadtest.gpu`.
 
-All products of a sweep have the same number of rows, so a row's result should not depend on its place or neighbours. A
-library could divide sums among processors (split-K, stream-K) and round differently by place; torch's setting against
-that is tried, with its cost. Other row counts are reported for comparison. Weights lie by rows, or by columns as
-unpacked AWQ and GPTQ do, with and without a bias, for which libraries use different kernels.
+A row's result must not depend on its place, its neighbours or their number. Weights of products lie by rows, or by
+columns as unpacked AWQ and GPTQ do, with and without a bias.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from bough.model.backends.triton import accumulate_in_float32, kernels
+from bough.model.backend import Norm
+from bough.model.backends.triton import kernels
 from bough.model.batch.batch import BatchPart, Segment
 from bough.model.batch.path_spans import Paths
 from bough.model.kv.session_kv import KVSlot
 from bough.model.running.device import working_on
 from bough.trees.tree import Tree
-from loadtest.gpu.parts import HEAD_DIM, HEADS, KV_HEADS, device_milliseconds
+from loadtest.gpu.parts import HEAD_DIM, HEADS, KV_HEADS
+from loadtest.gpu.products import kernels_on
 from loadtest.gpu.reference import attend_on_cpu
 
 OTHER_COUNTS = (1, 64)
@@ -63,7 +61,6 @@ class _Rows:
 def layer_bits(device: torch.device, matrices: Sequence[tuple[int, int]], num_rows: int) -> dict[str, Any]:
     """Number of places at which a row has the bits of the first: products by (outputs, inputs), norm, attention."""
     found: dict[str, list[bool]] = {}
-    others = dict.fromkeys(OTHER_COUNTS, True)
     generator = torch.Generator(device).manual_seed(0)
     for dtype in DTYPES:
         rows, name = _Rows(device, num_rows, dtype, generator), str(dtype).removeprefix("torch.")
@@ -71,10 +68,10 @@ def layer_bits(device: torch.device, matrices: Sequence[tuple[int, int]], num_ro
             equal = found.setdefault(f"products, {name}, weights by {layout}", [])
             for outputs, inputs in matrices:
                 weight = rows.random(inputs, outputs).t() if is_by_columns else rows.random(outputs, inputs)
-                equal += _product(rows, weight, others)
+                equal += _product(rows, weight)
                 del weight
         hidden_size = matrices[0][1]
-        norm = LlamaRMSNorm(hidden_size).to(device, dtype)
+        norm = partial(kernels_on(device).norm, weight=rows.random(hidden_size), epsilon=1e-6, kind=Norm())
         found[f"norm, {name}"] = _alike(rows.results(rows.random(1, hidden_size), norm))
         found[f"attention, {name}"] = _alike(_attention(rows))
     return {
@@ -82,48 +79,19 @@ def layer_bits(device: torch.device, matrices: Sequence[tuple[int, int]], num_ro
         "compared": sum(map(len, found.values())),
         "equal": sum(map(sum, found.values())),
         "by_kind": {kind: f"{sum(equal)} of {len(equal)}" for kind, equal in found.items()},
-        "equal_at_other_counts": others,
-        "with_undivided_sums": _with_undivided_sums(_Rows(device, num_rows, DTYPES[0], generator), matrices),
     }
 
 
 @torch.inference_mode()
-def _product(rows: _Rows, weight: torch.Tensor, others: dict[int, bool]) -> list[bool]:
-    """Without a bias and with one."""
+def _product(rows: _Rows, weight: torch.Tensor) -> list[bool]:
+    """Without a bias and with one; also among other numbers of rows."""
     row, equal = rows.random(1, weight.shape[1]), list[bool]()
     for bias in (None, rows.random(len(weight))):
-        product = partial(torch.nn.functional.linear, weight=weight, bias=bias)
+        product = partial(kernels_on(rows.device).multiply, matrix=weight, bias=bias)
         found = rows.results(row, product)
-        for count in OTHER_COUNTS:
-            others[count] &= torch.equal(product(row.expand(count, -1).contiguous())[0], found[0])
+        found += [product(row.expand(count, -1).contiguous())[0] for count in OTHER_COUNTS]
         equal += _alike(found)
     return equal
-
-
-def _with_undivided_sums(rows: _Rows, matrices: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Equal places if cuBLAS must not divide sums, and milliseconds of all products with and without that setting."""
-    equal, ms = list[bool](), {True: 0.0, False: 0.0}
-    for outputs, inputs in matrices:
-        weight, batch = rows.random(outputs, inputs), rows.random(rows.num, inputs)
-        for may_divide in ms:
-            try:
-                with _sums(may_divide):
-                    product = partial(torch.nn.functional.linear, batch, weight)
-                    ms[may_divide] += device_milliseconds(product, rows.device)
-                    equal += [] if may_divide else _product(rows, weight, dict.fromkeys(OTHER_COUNTS, True))
-            except (RuntimeError, TypeError) as exc:  # this version or GPU does not have the setting
-                return {"error": str(exc)}
-    return {"equal": f"{sum(equal)} of {len(equal)}", "ms": round(ms[False], 3), "ms_in_a_sweep": round(ms[True], 3)}
-
-
-@contextmanager
-def _sums(may_divide: bool) -> Iterator[None]:
-    """Within the block, allow products in bfloat16 to divide sums, or not."""
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, may_divide)
-    try:
-        yield
-    finally:
-        accumulate_in_float32()
 
 
 def _attention(rows: _Rows) -> list[torch.Tensor]:

@@ -28,7 +28,7 @@ class Sizes:
     text_tokens: int  # of the text from which the sizer learns
     copy_bytes: int
     unpacked: tuple[tuple[int, int], tuple[int, int]]  # matrices (outputs, inputs) to compare and to time
-    matrices: tuple[tuple[int, int], ...]  # of the layer whose bits are compared
+    matrices: tuple[tuple[int, int], ...]  # of the layer whose products are compared and timed
     contexts: tuple[tuple[int, ...], tuple[int, ...]]  # numbers of rows, and context lengths
 
 
@@ -109,6 +109,6 @@ MINIATURE = Sizes(
     text_tokens=60,
     copy_bytes=1 << 20,
     unpacked=((128, 256), (128, 256)),
-    matrices=((64, 64),),
+    matrices=((128, 128),),
     contexts=((4,), (32,)),
 )

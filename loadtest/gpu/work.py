@@ -31,6 +31,7 @@ from loadtest.gpu import parts as gpu_parts
 from loadtest.gpu.experts import experts
 from loadtest.gpu.layer_bits import layer_bits
 from loadtest.gpu.layer_profile import layer_profile
+from loadtest.gpu.products import products
 from loadtest.gpu.random_models import Machine
 from loadtest.gpu.second_gpu import second_gpu
 from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
@@ -243,6 +244,7 @@ def _step_seconds(found: Found) -> float | None:
 WORK: dict[Part, Callable[[Bench], Any]] = {
     Part("device", 60): lambda bench: gpu_parts.machine_of(bench.device),
     Part("smoke", 120): _smoke,  # most of it compiles kernels
+    Part("products", 60): lambda bench: products(bench.device, bench.sizes.matrices),
     Part("layer_bits", 45): lambda bench: layer_bits(bench.device, bench.sizes.matrices, bench.machine.rows),
     Part("equality", 90): _equality,
     Part("families", 60): _families,

@@ -71,7 +71,7 @@ def test_an_interrupted_check_cleans_up(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_an_unknown_part_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_check.main(["--dry-run-on-cpu", "--parts", "draft,drafts"])
-    assert "--parts must be of device, smoke, layer_bits, " in (told := capsys.readouterr().err)
+    assert "--parts must be of device, smoke, products, layer_bits, " in (told := capsys.readouterr().err)
     assert "got drafts; see" in told
 
 
@@ -261,6 +261,8 @@ def test_a_dry_run_covers_every_part(capsys: pytest.CaptureFixture[str], tmp_pat
     assert {case["family"]: case["equal"] for case in report["families"]} == {"recurrent layers": 4, "latents": 4}
     assert [row["of"] for row in report["recurrence"]] == ["text", "a tree"]
     assert len(report["unpacking"]) == 2 * len(SAMPLES), "every format, in both types"
+    assert [row["equal"] for row in report["products"]] == [row["compared"] for row in report["products"]] == [11]
+    assert report["products"][0]["ms"].keys() == {"cublas", "own", "own, awq 4 bits"}
     assert report["layer_bits"]["equal"] == report["layer_bits"]["compared"]
     assert [kind.split(",")[0] for kind in report["layer_bits"]["by_kind"]] == [
         "products",
@@ -290,6 +292,7 @@ def test_a_dry_run_covers_every_part(capsys: pytest.CaptureFixture[str], tmp_pat
         ("draft", {"is_close": False}),
         ("memory", {"is_within": False}),
         ("unpacking", {"is_equal": False}),
+        ("products", {"equal": 0}),
         ("equality", {"equal": 0}),
         ("families", {"equal": 0}),
         ("recurrence", {"is_close": False}),
