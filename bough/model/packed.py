@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+Tuple = TypeVar("Tuple")
 
+
+def _keeping(cls: type[Tuple]) -> type[Tuple]:
+    """A named tuple whose values have `vars`, in which kernels keep what they take of a value."""
+    return type(cls.__name__, (cls,), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+
+
+@_keeping
 class Down(NamedTuple):
     """GPTQ's layout: integers packed along inputs, the matrix transposed."""
 
@@ -28,6 +36,7 @@ class Down(NamedTuple):
         return (self.words.shape[1], self.words.shape[0] * 32 // self.bits)
 
 
+@_keeping
 class Across(NamedTuple):
     """AWQ's layout: 4-bit integers packed along outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, the matrix transposed."""
 
@@ -40,6 +49,7 @@ class Across(NamedTuple):
         return (self.words.shape[1] * 8, self.words.shape[0])
 
 
+@_keeping
 class Along(NamedTuple):
     """Numbers by rows, as of `bough.model.quant.scaled`."""
 
@@ -66,6 +76,7 @@ class Along(NamedTuple):
         return scales.div_(self.whole) if self.is_divided else scales.mul_(self.whole)
 
 
+@_keeping
 class InBlocks(NamedTuple):
     """GGUF's blocks by rows, as `bough.model.quant.ggml_blocks.Blocks`."""
 

@@ -105,7 +105,7 @@ def multiply(rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = Non
     tensors, sizes, layout = operands(matrix)
     strides = (0, flat.shape[1], 0, out.shape[1], 0)
     count = _rows_of_program(len(flat))
-    grid = (triton.cdiv(len(flat), count), triton.cdiv(sizes.outputs, WIDTH), 1)
+    grid = (-(-len(flat) // count), -(-sizes.outputs // WIDTH), 1)
     operands_ = flat, tensors, sizes, bias, bits_of(out), strides, len(flat), None, None, None
     if len(flat):
         _multiply[grid](*operands_, layout, **_constants(count, rows.dtype, layout))
@@ -120,7 +120,7 @@ def linear_by_head(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     _, sizes, layout = operands(matrices[0])
     strides = (*rows.stride()[:2], outputs, heads * outputs, matrices.stride(0))
     count = _rows_of_program(num_rows)
-    grid = (triton.cdiv(num_rows, count), triton.cdiv(outputs, WIDTH), heads)
+    grid = (-(-num_rows // count), -(-outputs // WIDTH), heads)
     operands_ = rows, (matrices, None, None, None, None), sizes, None, bits_of(out), strides, num_rows, None, None, None
     if num_rows:
         _multiply[grid](*operands_, layout, **_constants(count, rows.dtype, layout))
@@ -133,7 +133,7 @@ def multiply_grouped(rows: torch.Tensor, stack: Stack, tiles: ExpertTiles, is_so
     tensors, sizes, layout = operands(stack.first, stack.alignment)
     out = rows.new_empty(num_rows, sizes.outputs)
     strides = (0, rows.shape[1], 0, out.shape[1], 0)
-    grid = (len(tiles.table), triton.cdiv(sizes.outputs, WIDTH), 1)
+    grid = (len(tiles.table), -(-sizes.outputs // WIDTH), 1)
     places = None if is_sorted else tiles.places
     operands_ = rows, tensors, sizes, stack.bias, bits_of(out), strides, num_rows, places, tiles.table, stack.addresses
     constants = _constants(rows_of_tile(num_rows, num_experts), rows.dtype, layout)
@@ -207,14 +207,21 @@ def rows_of_tile(num_entries: int, num_experts: int) -> int:
 
 
 def _rows_of_program(num_rows: int) -> int:
-    return min(MOST_ROWS, max(_least_rows(), int(triton.next_power_of_2(num_rows))))
+    """The next power of two, without Triton's functions: they take microseconds, and a sweep has thousands of calls."""
+    return min(MOST_ROWS, max(_least_rows(), 1 << max(0, num_rows - 1).bit_length()))
 
 
 def _least_rows() -> int:
     if isinstance(_multiply, InterpretedFunction):
         return LEAST_ROWS
-    capability = int(driver.active.get_current_target().arch)
-    return 64 if capability // 10 in WARP_GROUPS else LEAST_ROWS
+    device = driver.active.get_current_device()
+    if device not in _least_on:
+        capability = int(driver.active.get_current_target().arch)
+        _least_on[device] = 64 if capability // 10 in WARP_GROUPS else LEAST_ROWS
+    return _least_on[device]
+
+
+_least_on: dict[int, int] = {}  # by device
 
 
 def _constants(num_rows: int, dtype: torch.dtype, layout: Layout) -> dict[str, object]:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from bough.model.packed import Across, Along, InBlocks, Matrix, tensors_of
+from bough.model.packed import Across, Along, InBlocks, Matrix, Packed, tensors_of
 
 NUM_WARPS = 4
 WIDTH = 64  # inputs and outputs of a tile, always: a row's bits in a product depend on the inputs' order
@@ -372,17 +372,24 @@ def _write_out(
 def write(matrix: Matrix, out: torch.Tensor) -> None:
     """`Backend.write`."""
     tensors, sizes, layout = operands(matrix)
-    grid = (triton.cdiv(sizes.inputs, WIDTH), triton.cdiv(sizes.outputs, WIDTH))
+    grid = (-(-sizes.inputs // WIDTH), -(-sizes.outputs // WIDTH))
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}  # its default differs between versions
     _write_out[grid](tensors, sizes, bits_of(out), out.stride(), layout, out.dtype == torch.bfloat16, **options)
 
 
 def operands(matrix: Matrix, alignment: int = 0) -> tuple[Tensors, Sizes, Layout]:
-    """What kernels take of a matrix; or of several, whose numbers are aligned to so many bytes."""
-    tensors, sizes = tensors_of(matrix), Sizes(matrix.shape[0], matrix.shape[1])
+    """What kernels take of a matrix; or of several, whose numbers are aligned to so many bytes. Packed ones keep it."""
     if isinstance(matrix, torch.Tensor):
-        strides = (matrix.stride(0), matrix.stride(1))
-        return tensors, sizes._replace(strides=strides), Layout("PLAIN", factors="ONCE")
+        (outputs, inputs), strides = matrix.shape, (matrix.stride(0), matrix.stride(1))
+        return tensors_of(matrix), Sizes(outputs, inputs, strides), PLAIN
+    kept: dict[Any, tuple[Tensors, Sizes, Layout]] = vars(matrix)
+    if alignment not in kept:
+        kept[alignment] = _operands(matrix, alignment)
+    return kept[alignment]
+
+
+def _operands(matrix: Packed, alignment: int) -> tuple[Tensors, Sizes, Layout]:
+    tensors, sizes = tensors_of(matrix), Sizes(matrix.shape[0], matrix.shape[1])
     if isinstance(matrix, InBlocks):
         sizes = sizes._replace(words=matrix.data.shape[1], half=matrix.half)
         return tensors, sizes, Layout("BLOCKS", blocks=_block_layout(matrix))
@@ -447,3 +454,6 @@ def _words(codes: tuple[int, ...]) -> tuple[int, ...]:
 def bits_of(out: torch.Tensor) -> torch.Tensor:
     """The tensor for kernels, with bfloat16 as integers, as `rounded` gives it."""
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
+
+
+PLAIN = Layout("PLAIN", factors="ONCE")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 
 from bough.model.backend import load
 from bough.model.gpu import product_triton, unpack_triton
+from bough.model.gpu.unpack_triton import operands
 from bough.model.packed import Along, ExpertTiles, Matrix, Packed, Stack, is_transposed
 from bough.model.quant.format import Dequantized
 from bough.model.quant.formats import SAMPLES
@@ -77,6 +79,19 @@ def test_a_packed_product_has_the_bits_of_the_written_out_matrixs(name: str, dty
 )
 def test_a_row_of_a_packed_product_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype) -> None:
     check_rows(packed(SAMPLES[name]), numbers(256, INPUTS, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_kernels_take_of_a_packed_matrix_is_found_once(name: str) -> None:
+    """By alignment, and for each value anew; what it keeps does not keep it in memory."""
+    matrix = packed(SAMPLES[name])
+    found = operands(matrix)
+    assert operands(matrix) is found
+    assert operands(matrix, 2) is operands(matrix, 2)
+    assert operands(packed(SAMPLES[name])) is not found
+    gone = weakref.ref(found[0][0])
+    del matrix, found
+    assert gone() is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
