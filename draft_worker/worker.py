@@ -61,7 +61,7 @@ class DraftWorker(ServedDraft):
         self.tokenizer = load_tokenizer_files(checkpoint.path)
         self._fingerprint = checkpoint.fingerprint()
         device = choose_device(config.device)
-        choose_backend(config.backend, device).make_ready(device)
+        choose_backend(config.backend, device)
         self._ahead_steps = num_steps(config.ahead_steps, device.type)
 
         def load() -> SessionPool:

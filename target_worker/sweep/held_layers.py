@@ -90,7 +90,7 @@ class HeldLayers:
         """`stage` has the layers to hold; by default all. Raises what `build_skeleton` and `choose_device` raise."""
         self.device = choose_device(config.device)
         if stage is None:  # otherwise the whole model was here before
-            choose_backend(config.backend, self.device).make_ready(self.device)
+            choose_backend(config.backend, self.device)
         self.config = settled(config, load_config(checkpoint.path), self.device.type)
         require_fast(self.config.dtype, self.device)
         self.stage = stage

@@ -233,8 +233,11 @@ def _random_bytes(place: TensorPlace, rng: np.random.Generator, num_groups: int 
     if place.dtype in VALUE_DTYPES:
         scales = torch.from_numpy(rng.uniform(0.001, 0.01, place.shape).astype(np.float32))
         return scales.to(STORED_DTYPES[place.dtype]).flatten().view(torch.uint8)
-    low, high = {"F8_E4M3": (0, E4M3_NAN), "F8_E8M0": (112, 127)}.get(place.dtype, (0, 256))
-    return torch.from_numpy(rng.integers(low, high, place.num_bytes, np.uint8))
+    low, high = (112, 127) if place.dtype == "F8_E8M0" else (0, 256)
+    numbers = rng.integers(low, high, place.num_bytes, np.uint8)
+    if place.dtype == "F8_E4M3":
+        numbers[numbers & E4M3_NAN == E4M3_NAN] = 0
+    return torch.from_numpy(numbers)
 
 
 def bits_of(fields: Mapping[str, Any], where: str, allowed: Collection[int]) -> int:

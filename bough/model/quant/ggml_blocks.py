@@ -134,8 +134,12 @@ class Blocks(Dequantized):
         return (rows, num_bytes // block_bytes * values)
 
     def random(self, rng: np.random.Generator) -> list[torch.Tensor]:
-        """Random bytes whose scales are not too large for any dtype."""
-        return [torch.from_numpy(rng.integers(0, 64, self.place.num_bytes, np.uint8))]
+        """Random bytes; scales and offsets are of either sign, and not too large for any dtype."""
+        blocks = rng.integers(0, 256, (self.place.num_bytes // BLOCKS[self.kind][1], BLOCKS[self.kind][1]), np.uint8)
+        of = TYPES[self.kind]
+        for high in (at + 1 for at in (of.scale, of.offset) if at >= 0):
+            blocks[:, high] = blocks[:, high] & 0x87 | 0x18  # 2**-9 to 2**-7
+        return [torch.from_numpy(blocks.reshape(-1))]
 
     @property
     def is_by_rows(self) -> bool:

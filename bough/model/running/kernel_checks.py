@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -27,8 +28,17 @@ from bough.model.running.fused_parts import NORMS, ROTARIES
 from bough.trees.tree import Tree
 
 NUM_ROWS, NUM_NODES = 256, 70  # rows of a check, and how many of them attend as one tree; the others are another
-# Rows whose bits must be the same without the others: 1, 8, 64 and 22, which are parts of the trees, at several places.
-FEWER = ([0], [NUM_NODES, *range(7)], [*range(NUM_NODES, NUM_NODES + 24), *range(40)], [*range(20), 34, 69])
+CHAIN = (0, 1, 3, 7, 15)  # nodes of a path
+# Rows whose bits must be the same without the others: parts of the trees at several places, the tree of short paths
+# alone, and paths that attend as contexts.
+FEWER = (
+    [0],
+    [NUM_NODES, *range(7)],
+    [*range(NUM_NODES, NUM_NODES + 24), *range(40)],
+    [*range(20), 34, 69],
+    [*range(NUM_NODES, NUM_NODES + 8)],
+    [*CHAIN, *(NUM_NODES + node for node in CHAIN)],
+)
 MANY = 256  # outputs of a matrix: more of them are computed alike
 CONTEXT, WINDOW = 1100, 300  # keys before a tree, as attention divides long paths; and how many a row sees
 UNIT = 2.0**-24  # of rounding in float32
@@ -44,6 +54,7 @@ class Check(NamedTuple):
     # Limit before results are rounded, relative to their root mean square; 0.0: operands are integers, and sums exact.
     error: float = 0.0
     is_shared: bool = True  # whether the backend to fall back to has the same kernel
+    is_of_each: bool = False  # whether `error` is relative to each result instead
 
     def run(self, backend: Backend, dtype: torch.dtype, device: torch.device) -> None:
         """Raises ArithmeticError for a wrong result, or what the kernel raises."""
@@ -62,7 +73,8 @@ class Check(NamedTuple):
             wide = [reference.written_out(each, dtype).double() for each in operands]
             wanted = results(reference, wide, range(NUM_ROWS)).double()
         rounding = wanted.abs() * (finfo(found.dtype).eps / 2 + 2 * UNIT)
-        excess = (found.double() - wanted).abs() - rounding - self.error * wanted.square().mean().sqrt()
+        size = wanted.abs() if self.is_of_each else wanted.square().mean().sqrt()
+        excess = (found.double() - wanted).abs() - rounding - self.error * size
         if not bool((excess <= 2.0**-16).all()):  # which is not so for NaN either
             raise ArithmeticError(f"values are up to {float(excess.max()):.3g} further off than rounding")
 
@@ -109,8 +121,10 @@ def _products(skeleton: Skeleton) -> Iterator[Check]:
     slots = (*skeleton.resident_slots, *(slot for layer in skeleton.layer_slots for slot in layer))
     for source in dict.fromkeys(_few_outputs(x.source) for x in slots if _is_packed(x.source)):
         outputs, inputs = source.shape
-        name = f"product of {inputs} inputs, {outputs} outputs in the layout {_layout(source)}"
-        yield Check(name, ((NUM_ROWS, inputs), source), 1, _multiplied, 8 * inputs * UNIT, is_shared=False)
+        name = f"{inputs} inputs, {outputs} outputs in the layout {_layout(source)}"
+        yield Check(f"unpacking of {name}", ((NUM_ROWS, 1), source), 1, _unpacked)
+        operands = (NUM_ROWS, inputs), source
+        yield Check(f"product of {name}", operands, 1, _multiplied, 8 * inputs * UNIT, is_shared=False)
 
 
 def _products_by_head(skeleton: Skeleton) -> Iterator[Check]:
@@ -138,7 +152,8 @@ def _is_packed(source: object) -> TypeGuard[Dequantized]:
 def _few_outputs(source: Dequantized) -> Dequantized:
     """The layout of a matrix of no file, if possible with few outputs."""
     whole, axis, parts = source.shape[0], -1 if source.is_transposed else 0, dict[str, TensorPlace]()
-    outputs = MANY if whole % MANY == 0 else whole
+    few = math.lcm(MANY, 2 * getattr(source, "half", 1))  # with all rows of a head, as `Blocks` has them
+    outputs = few if whole % few == 0 else whole
     for field in fields(source):
         if isinstance(place := getattr(source, field.name), TensorPlace):
             shape = list(place.shape)
@@ -150,7 +165,17 @@ def _few_outputs(source: Dequantized) -> Dequantized:
 
 def _layout(source: Dequantized) -> str:
     values = (getattr(source, field.name) for field in fields(source))
-    return f"{type(source).__name__} {[value for value in values if not isinstance(value, TensorPlace)]}"
+    parts = [value.dtype if isinstance(value, TensorPlace) else value for value in values]
+    return f"{type(source).__name__} {parts}"
+
+
+def _unpacked(backend: Backend, _: Sequence[int], rows: torch.Tensor, matrix: Any) -> torch.Tensor:
+    """The rows themselves; only the matrix is compared."""
+    with computing_by("reference") as reference:
+        plain = reference.written_out(matrix, rows.dtype)
+    if not torch.equal(backend.written_out(matrix, rows.dtype), plain):
+        raise ArithmeticError("weights have other bits than the reference's")
+    return rows
 
 
 def _multiplied(
@@ -169,19 +194,36 @@ def _multiplied(
 
 def _experts(skeleton: Skeleton) -> Iterator[Check]:
     """Three experts, of which each row chooses two."""
-    stacks = (stack_of(slot.module, slot.source) for layer in skeleton.layer_slots for slot in layer)
-    parts = [part for stack in stacks if stack is not None for part in _parts(stack.parts[0])]
-    few = (_few_outputs(part) if _is_packed(part) else (min(part.shape[0], MANY), part.shape[1]) for part in parts)
-    for matrix in dict.fromkeys(few):
-        outputs, inputs = matrix.shape if isinstance(matrix, Dequantized) else matrix
+    few = dict[tuple[Dequantized | tuple[int, ...], bool], None]()
+    for slot in (slot for layer in skeleton.layer_slots for slot in layer):
+        if (stack := stack_of(slot.module, slot.source)) is not None:
+            is_turned = bool(slot.module.is_transposed) and not isinstance(stack.parts[0], Transposed)
+            few |= dict.fromkeys((_few_of_expert(part, is_turned), is_turned) for part in _parts(stack.parts[0]))
+    for matrix, is_turned in few:
+        shape = matrix.shape if isinstance(matrix, Dequantized) else matrix
+        outputs, inputs = reversed(shape) if is_turned else shape
         layout = f" in the layout {_layout(matrix)}" if isinstance(matrix, Dequantized) else ""
-        operands = ((NUM_ROWS, inputs), matrix, matrix, matrix)
-        name = f"product of {inputs} inputs, {outputs} outputs of experts{layout}"
-        yield Check(name, operands, 1, _chosen, 8 * inputs * UNIT, is_shared=False)
+        name = f"{inputs} inputs, {outputs} outputs of experts{layout}{', transposed' if is_turned else ''}"
+        if layout:
+            yield Check(f"unpacking of {name}", ((NUM_ROWS, 1), matrix), 1, _unpacked)
+        operands, call = ((NUM_ROWS, inputs), matrix, matrix, matrix), partial(_chosen, is_turned)
+        yield Check(f"product of {name}", operands, 1, call, 8 * inputs * UNIT, is_shared=False)
 
 
-def _chosen(backend: Backend, numbers: Sequence[int], rows: torch.Tensor, *matrices: Matrix) -> torch.Tensor:
+def _few_of_expert(part: TensorSource, is_turned: bool) -> Dequantized | tuple[int, ...]:
+    """The layout of an expert's matrix, or the shape in which it is stored, if possible with few outputs."""
+    if _is_packed(part) and not is_turned:  # otherwise it is written out
+        return _few_outputs(part)
+    inputs, outputs = part.shape if is_turned else part.shape[::-1]
+    few = min(outputs, MANY + outputs % MANY)
+    return (inputs, few) if is_turned else (few, inputs)
+
+
+def _chosen(
+    is_turned: bool, backend: Backend, numbers: Sequence[int], rows: torch.Tensor, *matrices: Any
+) -> torch.Tensor:
     """Both products of each row."""
+    matrices = tuple(matrix.t() for matrix in matrices) if is_turned else matrices
     chosen = _choices(numbers, 2, rows.device)
     if backend.groups_experts:
         tiles = backend.expert_tiles(chosen, 3)
@@ -203,6 +245,8 @@ def _choices(numbers: Sequence[int], k: int, device: torch.device) -> torch.Tens
 
 
 def _combined(backend: Backend, numbers: Sequence[int], made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Of integers whose sums are exact in every type."""
+    made = made.clamp(-1, 1)
     k, by_expert, flat = made.shape[1], torch.empty_like(made).flatten(0, 1), made.flatten(0, 1)
     tiles = backend.expert_tiles(chosen := _choices(numbers, k, made.device), k + 1)
     by_expert[tiles.entries] = flat
@@ -210,27 +254,29 @@ def _combined(backend: Backend, numbers: Sequence[int], made: torch.Tensor, weig
 
 
 def _parts_of_rows(skeleton: Skeleton) -> Iterator[Check]:
-    """Norms, gates, rotary embeddings and sums; numbers near 20 are rounded a few times."""
-    shape, heads, error = skeleton.kv_shape(), int(skeleton.config.num_attention_heads), 64 * finfo(skeleton.dtype).eps
+    """Norms, gates and rotary embeddings are rounded up to three times; sums of integers are exact."""
+    shape, heads, eps = skeleton.kv_shape(), int(skeleton.config.num_attention_heads), finfo(skeleton.dtype).eps
+    error = 1.5 * eps + 64 * UNIT
     modules = dict(skeleton.model.get_decoder().named_modules())
-    norms = [x for x in modules.values() if "norm" in type(x).__name__.lower() and hasattr(x, "weight")]
-    rows = sorted({tuple(x.weight.shape) for x in norms})
+    norms = [x for x in modules.values() if "norm" in type(x).__name__.lower()]
+    rows = sorted({tuple(x.weight.shape) for x in norms if getattr(x, "weight", None) is not None})
     for row, kind, num_by_row in product(rows, NORMS, (1, 2) if shape.states else (1,)):  # the second is a gate
         sizes = (*[(NUM_ROWS, *row)] * num_by_row, row)
-        yield Check(f"norm of {sizes}, {kind}", sizes, num_by_row, partial(_normed, kind), error)
+        call = partial(_normed, kind)
+        yield Check(f"norm of {sizes}, {kind}", sizes, num_by_row, call, error, is_of_each=True)
     widths = {x.in_features for name, x in modules.items() if name.endswith("down_proj") and isinstance(x, nn.Linear)}
     if experts := [x for x in modules.values() if has_own_products(x)]:
         widths |= {x.down_proj.shape[1 if x.is_transposed else 2] for x in experts}
         k = int(getattr(skeleton.config, "num_experts_per_tok", 2))
         sizes = (NUM_ROWS, k, int(skeleton.config.hidden_size)), (NUM_ROWS, k)
-        yield Check(f"sums of experts' outputs of {sizes}", sizes, 2, _combined, error)
+        yield Check(f"sums of experts' outputs of {sizes}", sizes, 2, _combined)
     for width, activation in product(sorted(widths), ACTIVATIONS):
         sizes = ((NUM_ROWS, width), (NUM_ROWS, width))
-        yield Check(f"gate of {sizes}, {activation}", sizes, 2, partial(_gated, activation), error)
+        yield Check(f"gate of {sizes}, {activation}", sizes, 2, partial(_gated, activation), error, is_of_each=True)
     for kind in ROTARIES if shape.num_layers else ():
         table = (NUM_ROWS, shape.head_dim // (2 if kind.table is Table.HALF else 1))
         sizes = (NUM_ROWS, heads, shape.head_dim), (NUM_ROWS, shape.num_kv_heads, shape.head_dim), table, table
-        yield Check(f"rotary embeddings of {sizes}, {kind}", sizes, 4, partial(_turned, kind), error)
+        yield Check(f"rotary embeddings of {sizes}, {kind}", sizes, 4, partial(_turned, kind), 8 * eps)
 
 
 def _normed(kind: Norm, backend: Backend, _: Sequence[int], *operands: torch.Tensor) -> torch.Tensor:
@@ -244,7 +290,7 @@ def _gated(activation: str, backend: Backend, _: Sequence[int], gates: torch.Ten
 
 def _turned(kind: Rotary, backend: Backend, _: Sequence[int], *operands: torch.Tensor) -> torch.Tensor:
     queries, keys = (heads.transpose(0, 1)[None] for heads in operands[:2])
-    cos, sin = (table[None] for table in operands[2:])
+    cos, sin = (table[None].clamp(-1, 1) for table in operands[2:])
     return torch.cat([x[0].transpose(0, 1).flatten(1) for x in backend.rotate(queries, keys, cos, sin, kind)], 1)
 
 
@@ -295,7 +341,7 @@ def _attended(
     values: torch.Tensor,
     *memory: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of nodes of two binary trees, one after a short path and one after a long one."""
+    """Attention of nodes of two binary trees, one after a short path and one after a long one; a chain is a context."""
     short, long = (KVSlot(shape, 0, queries.device) for _ in range(2))
     short.place(KVMemory(*memory), 0, NUM_ROWS)
     long.place(short.memory, NUM_ROWS, CONTEXT + 2 * NUM_ROWS)
@@ -303,8 +349,12 @@ def _attended(
     for is_long, own in groupby(rows, lambda row: row < NUM_NODES):
         nodes = [row if is_long else row - NUM_NODES for row in own]
         places = {node: place for place, node in enumerate(nodes)}
-        tree = Tree.of(nodes, [places.get((node - 1) // 2, -1) for node in nodes], [0.0] * len(nodes))
-        segments.append(Segment.tree(long, CONTEXT, tree) if is_long else Segment.tree(short, 5, tree))
+        parents = [places.get((node - 1) // 2, -1) for node in nodes]
+        slot, base = (long, CONTEXT) if is_long else (short, 5)
+        if len(nodes) > 1 and parents == list(range(-1, len(nodes) - 1)):
+            segments.append(Segment.context(slot, base, nodes))
+        else:
+            segments.append(Segment.tree(slot, base, Tree.of(nodes, parents, [0.0] * len(nodes))))
     (chunk,) = Batch(segments, None, queries.device).chunks
     *numbers, has_sinks = rules
     sinks = queries.new_zeros(queries.shape[1], dtype=torch.float32) if has_sinks else None

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from bough.config.cache_paths import cache_folder
-from bough.errors import AcceleratorFull, AcceleratorLost
-from bough.model.backend import REFERENCE_NOTE, RUNGS, Backend, backend_of, choose_backend, computing_by
+from bough.errors import AcceleratorFull, AcceleratorLost, ConfigError
+from bough.model.backend import REFERENCE_NOTE, RUNGS, Backend, backend_of, choose_backend, computing_by, load
 from bough.model.checkpoint.atomic_files import make_folder, replace
 from bough.model.faults import named_faults
 from bough.model.loading.loading import Skeleton
@@ -34,15 +34,18 @@ _failed: dict[str, str] = {}  # why each backend that was tried before this proc
 
 
 def checked_backend(name: str, devices: Sequence[torch.device], skeleton: Skeleton) -> Backend:
-    """The backend of this process. With `--backend auto` on GPUs it is the first whose kernels pass on all of them.
+    """The backend of this process, ready for the first device. With `--backend auto` on GPUs it is the first whose
+    kernels pass on all of them.
 
     Raises:
         AcceleratorFull: others have taken the device's memory.
-        ConfigError: the cache folder cannot be written to.
+        ConfigError: a named backend cannot compute there, or the cache folder cannot be written to.
     """
     _failed.clear()
     if name != "auto" or devices[0].type == "cpu":
-        return backend_of(devices[0])
+        backend = backend_of(devices[0])
+        backend.make_ready(devices[0])
+        return backend
     for rung in RUNGS:
         failure = next(filter(None, (_known_failure(rung, device, skeleton) for device in devices)), "")
         if not failure:
@@ -74,10 +77,18 @@ def _known_failure(rung: str, device: torch.device, skeleton: Skeleton) -> str:
     """The cached result of a backend's checks, or their result now, which is then cached; empty if all are passed."""
     if rung == RUNGS[-1]:
         return ""
-    checks = checks_of(skeleton)
+    try:
+        load(rung).make_ready(device)
+        checks = checks_of(skeleton)
+    except (AcceleratorFull, AcceleratorLost):
+        raise
+    except Exception as exc:  # not cached, as what is missing may be installed
+        return str(exc) if isinstance(exc, ConfigError) else f"{type(exc).__name__}: {exc}"
     key = hashlib.sha256("\n".join((card(device), str(skeleton.dtype), *(check.name for check in checks))).encode())
     for code in (
-        code for folder in (".", "gpu", "backends", "running") for code in sorted((MODEL / folder).glob("*.py"))
+        code
+        for folder in (".", "gpu", "backends", "quant", "running")
+        for code in sorted((MODEL / folder).glob("*.py"))
     ):
         key.update(code.read_bytes())
     file, known = cache_folder() / "self-checks" / f"{key.hexdigest()[:32]}.json", dict[str, str]()

@@ -23,9 +23,10 @@ from bough.model.loading.loading import Skeleton, build_skeleton
 from bough.model.packed import Stack
 from bough.model.quant.format import Dequantized, place_of
 from bough.model.quant.formats import SAMPLES
+from bough.model.quant.ggml_blocks import sample
 from bough.model.running import kernel_checks, self_check
 from bough.model.running.device import working_on
-from bough.model.running.kernel_checks import Check, _few_outputs, checks_of
+from bough.model.running.kernel_checks import Check, _few_outputs, _layout, checks_of
 from bough.model.running.self_check import backend_notes, checked_backend
 from loadtest.common.tiny_model import save_model
 from tests.fakes.gpu.pretend import device, pretending
@@ -200,13 +201,18 @@ def test_products_with_packed_weights_are_checked(method: str, bits: int, tiny: 
 TENSOR_WISE = replace(SAMPLES["fp8 8 bits"](1024, 512), scales=place_of("F32", 1), block=(1024, 512))  # type: ignore[type-var]
 
 
+BY_HEAD = replace(sample("Q8_0", 2560, 512), half=40)  # whose heads of 80 do not divide 256
+
+
 @pytest.mark.parametrize(
-    "source", [*(make(1024, 512) for make in SAMPLES.values()), TENSOR_WISE], ids=[*SAMPLES, "fp8"]
+    "source",
+    [*(make(1024, 512) for make in SAMPLES.values()), TENSOR_WISE, BY_HEAD],
+    ids=[*SAMPLES, "fp8", "heads of 80"],
 )
 def test_few_outputs_of_a_large_packed_matrix_are_checked(source: Dequantized) -> None:
     """In the same layout, so that its tensors fit together."""
     few = _few_outputs(source)
-    assert few.shape == (256, 512)
+    assert few.shape == ((256, 512) if source is not BY_HEAD else (1280, 512))
     check = Check("", ((96, 512), few), 1, kernel_checks._multiplied, 1e-3)
     with computing_by("triton") as backend, working_on(device()), torch.inference_mode():
         check.run(backend, torch.bfloat16, device())
@@ -241,6 +247,134 @@ def test_weights_unpacked_to_other_bits_are_noticed(
     monkeypatch.setattr(kernel_checks, "_attention", lambda *_: ())
     assert checked_backend("auto", [device()], skeleton).name == "cublas"
     assert "in the layout Awq" in next(backend_notes(device()))
+
+
+def test_matrices_that_are_written_out_to_other_bits_are_noticed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although products, which read packed ones as they are, are right."""
+    write = TritonBackend.write
+
+    def other_bits(self: Any, matrix: Any, out: torch.Tensor) -> None:
+        write(self, matrix, out)
+        out.copy_(torch.nextafter(out, out * 2))
+
+    def product(rows: torch.Tensor, matrix: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        with computing_by("reference"):
+            return multiply(rows, matrix, bias)
+
+    skeleton = build_skeleton(Checkpoint.open(packed_as("awq", tiny, tmp_path / "packed", 4)), torch.bfloat16)
+    monkeypatch.setattr(TritonBackend, "multiply", staticmethod(product))
+    monkeypatch.setattr(TritonBackend, "write", other_bits)
+    monkeypatch.setattr(kernel_checks, "_attention", lambda *_: ())
+    assert checked_backend("auto", [device()], skeleton).name == "reference"
+    assert ": unpacking of 64 inputs, 64 outputs in the layout Awq" in next(backend_notes(device()))
+
+
+def test_layouts_of_other_types_have_other_names() -> None:
+    """So that none counts as checked when only the other was."""
+    fp8 = SAMPLES["fp8 8 bits"](256, 512)
+    int8 = replace(fp8, numbers=place_of("I8", 256, 512))  # type: ignore[type-var]
+    others = replace(fp8, scales=place_of("F32", 2, 4))  # type: ignore[type-var]
+    assert len({_layout(source) for source in (fp8, int8, others)}) == 3
+
+
+@pytest.mark.parametrize(("kernel", "factor"), [("norm", 1.02), ("gate", 1.02), ("combine", 1.02), ("rotate", 1.1)])
+def test_results_that_are_a_little_wrong_are_noticed(
+    kernel: str, factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(tmp_path, FAMILIES["qwen2 moe, shared expert"])
+    right = getattr(TritonBackend, kernel)
+
+    def wrong(self: Any, *operands: Any) -> Any:
+        out = right(self, *operands)
+        return tuple(x * factor for x in out) if isinstance(out, tuple) else out * factor
+
+    skeleton, wanted = build_skeleton(Checkpoint.open(folder), torch.bfloat16), {"combine": "sums", "rotate": "rotary"}
+    check = next(x for x in kernel_checks._parts_of_rows(skeleton) if x.name.startswith(wanted.get(kernel, kernel)))
+    with computing_by("triton") as backend, working_on(device()), torch.inference_mode():
+        check.run(backend, torch.bfloat16, device())
+        monkeypatch.setattr(TritonBackend, kernel, wrong)
+        with pytest.raises(ArithmeticError, match="further off than rounding"):
+            check.run(backend, torch.bfloat16, device())
+
+
+@pytest.mark.parametrize("place", ["alone after a short path", "as a context"])
+def test_attention_with_other_bits_at_some_place_is_noticed(
+    place: str, skeleton: Skeleton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = TritonBackend.attend
+
+    def other_bits(self: Any, chunk: Any, *others: Any) -> torch.Tensor:
+        out = attend(self, chunk, *others)
+        is_context = any(piece.tail.shape[1] == 0 for piece in chunk.pieces)
+        is_there = is_context if place == "as a context" else chunk.paths_on_host().longest < 20
+        return torch.nextafter(out, out * 2) if is_there else out
+
+    monkeypatch.setattr(TritonBackend, "attend", other_bits)
+    monkeypatch.setattr(kernel_checks, "_products", lambda *_: ())
+    assert checked_backend("auto", [device()], skeleton).name == "reference"
+    count = 10 if place == "as a context" else 8
+    assert f": ArithmeticError: {count} rows have other bits than among 96" in next(backend_notes(device()))
+
+
+def test_experts_stored_transposed_are_checked_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model(tmp_path, FAMILIES["gpt-oss, sinks, alternating windows"])
+    skeleton, found = build_skeleton(Checkpoint.open(folder), torch.bfloat16), set[tuple[Any, ...]]()
+    right = TritonBackend.multiply_grouped
+
+    def seen(self: Any, rows: torch.Tensor, stack: Stack, *others: Any) -> torch.Tensor:
+        assert isinstance(stack.first, torch.Tensor)
+        found.add((tuple(stack.first.shape), stack.first.stride()))
+        return right(self, rows, stack, *others)
+
+    monkeypatch.setattr(TritonBackend, "multiply_grouped", seen)
+    with computing_by("triton") as backend, working_on(device()), torch.inference_mode():
+        for check in kernel_checks._experts(skeleton):
+            check.run(backend, torch.bfloat16, device())
+    (_, hidden, gates), (_, width, _) = (
+        slot.source.shape for slot in skeleton.layer_slots[0] if slot.source.shape[1:] and len(slot.source.shape) == 3
+    )
+    assert found == {((gates, hidden), (1, gates)), ((hidden, width), (1, hidden))}
+
+
+def test_a_norm_without_weights_is_no_failure(skeleton: Skeleton) -> None:
+    names = [check.name for check in checks_of(skeleton)]
+    skeleton.layers[0].input_layernorm.weight = None  # type: ignore[assignment]
+    assert [check.name for check in checks_of(skeleton)] == names
+
+
+def test_a_model_without_checks_starts_with_the_reference(skeleton: Skeleton, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: Skeleton) -> tuple[Check, ...]:
+        raise AttributeError("no weight")
+
+    monkeypatch.setattr(self_check, "checks_of", unknown)
+    assert checked_backend("auto", [device()], skeleton).name == "reference"
+    assert next(backend_notes(device())).endswith("AttributeError: no weight")
+
+
+def test_without_a_compiler_the_reference_computes(
+    skeleton: Skeleton, monkeypatch: pytest.MonkeyPatch, one_check: Callable[[str], None]
+) -> None:
+    """Until there is one; a backend that was named is refused."""
+
+    def refuse(*_: Any) -> None:
+        raise ConfigError("--device: Triton must compile and run kernels")
+
+    with monkeypatch.context() as patch:
+        for rung in RUNGS[:-1]:
+            patch.setattr(type(load(rung)), "make_ready", refuse)
+        assert checked_backend("auto", [device()], skeleton) is backend_of(device()) is load("reference")
+        for rung, note in zip(RUNGS[:-1], list(backend_notes(device()))[:-1], strict=True):
+            assert note == (
+                f"--backend: auto is not {rung}, which fails its self-check: "
+                "--device: Triton must compile and run kernels"
+            )
+            choose_backend(rung, device())
+            with pytest.raises(ConfigError, match="must compile"):
+                checked_backend(rung, [device()], skeleton)
+            choose_backend("reference", device())
+    assert checked_backend("auto", [device()], skeleton).name == RUNGS[0]
 
 
 def test_kernels_that_pass_are_checked_once(skeleton: Skeleton, num_checks: list[str]) -> None:
@@ -290,6 +424,7 @@ def test_each_card_and_each_shape_has_its_own_results(
         lambda: monkeypatch.setattr(self_check, "card", lambda _: CARD.replace("13.0", "13.1")),
         lambda: one_check("wrong", "a larger product"),
         lambda: monkeypatch.setattr(self_check, "MODEL", tmp_path),
+        lambda: ((tmp_path / "quant").mkdir(), (tmp_path / "quant" / "types.py").write_text("BITS = 4")),
     ):
         change()
         before = len(cached())
