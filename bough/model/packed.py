@@ -134,6 +134,11 @@ class ExpertTiles(NamedTuple):
     entries: torch.Tensor  # (entries,) int32: of each choice, row by row
 
 
+def num_experts_of(table: torch.Tensor) -> int:
+    """How many experts have entries in a table of `ExpertTiles` on the host."""
+    return len({*table[table[:, 1] < table[:, 2], 0].tolist()})
+
+
 def tensors_of(matrix: Matrix | None) -> tuple[torch.Tensor | None, ...]:
     """A matrix's numbers, scales, zeros, groups of inputs, and factor of all scales; None for what it does not have."""
     if matrix is None:

@@ -14,7 +14,7 @@ import torch
 
 from bough.errors import StreamError
 from bough.grammar.allowed_tokens import Grammars
-from bough.model.architecture.moe import counted_experts, has_own_products, routed_together, with_rows
+from bough.model.architecture.moe import Choices, counted_experts, has_own_products, routed_together, with_rows
 from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Chunk, Segment
 from bough.model.checkpoint.tensor_source import ReusedMemory
@@ -22,8 +22,9 @@ from bough.model.faults import named_faults
 from bough.model.kv.slot import Slot
 from bough.model.kv.states import kv_places
 from bough.model.loading.loading import Skeleton, bind_resident, move_buffers
+from bough.model.packed import num_experts_of
 from bough.model.running.batch_invariance import describe, make_reproducible
-from bough.model.running.device import await_all, on_host, working_on
+from bough.model.running.device import await_all, on_host_together, working_on
 from bough.model.running.host_embeddings import between_layers, embeddings_for_host, looked_up, split_slots
 from bough.model.sampling.sampler import require_numbers
 from bough.model.sizes.model_sizes import expert_counts
@@ -116,7 +117,7 @@ class StreamedModel:
         self._held: torch.Tensor | None = None  # layer 0's slab, while warm-up measures that layer
         self._layer_seconds = 0.0  # of the last measured layer
         self.num_layers_begun = 0  # since the start
-        self._chosen: list[tuple[int, int]] = []  # by layer, distinct experts of the last pass and those of one row
+        self._chosen: Choices = []  # by layer, distinct experts of the last pass and those of one row
         self.kv_bytes = 0  # keys and values that the last sweep copied between host and device
         self.best: torch.Tensor | None = None  # `best_tokens` of the last sweep; None on a CPU
         self._num_computed = len(tiers.layers)  # layers that a pass runs, from the first on; others return their input
@@ -268,7 +269,7 @@ class StreamedModel:
     def _logits(self, batch: Batch, inputs: dict[str, Any]) -> torch.Tensor:
         output = self._pass(batch, self.skeleton.model, inputs | {"logits_to_keep": batch.logit_rows})
         logits: torch.Tensor = output.logits[0]
-        self.best = None if self.device.type == "cpu" else best_tokens(logits)
+        self.best = None if self.device.type == "cpu" else best_tokens(logits, self._read)
         return logits
 
     def _pass(self, batch: Batch, model: Callable[..., Any], inputs: dict[str, Any]) -> Any:
@@ -277,6 +278,14 @@ class StreamedModel:
             batch.send(self._others)
             self._moved.clear()
             return model(**inputs, position_ids=batch.position_ids, use_cache=False, batch=batch)
+
+    def _read(self, result: torch.Tensor) -> torch.Tensor:
+        """A pass's result on the host, and with it the choices of experts that only devices know."""
+        tables = [found for found, _ in self._chosen if isinstance(found, torch.Tensor)]
+        result, *read = on_host_together([result, *(table.to(result.device, non_blocking=True) for table in tables)])
+        counts = map(num_experts_of, read)
+        self._chosen = [(next(counts) if isinstance(found, torch.Tensor) else found, k) for found, k in self._chosen]
+        return result
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Input arguments of transformers' forward: tokens, or embeddings looked up on the host."""
@@ -328,7 +337,7 @@ class StreamedModel:
             out = out.to(self.device, non_blocking=True)
             if self._kept is None:
                 return out
-            self._kept.append(on_host(out))  # waits: the device's time and errors are those of this pass
+            self._kept.append(self._read(out))  # waits: the device's time and errors are those of this pass
             return torch.zeros_like(out, dtype=self.skeleton.dtype)  # what follows in the decoder is not used
 
         return run

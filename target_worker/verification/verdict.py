@@ -37,13 +37,13 @@ from target_worker.verification.verify import conditional_distribution, draws_at
 NO_NUMBER = -1  # in place of a token, if a row's largest logit is not finite
 
 
-def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+def best_tokens(logits: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor] = on_host) -> torch.Tensor:
     """Argmax of each row, (num_rows,) int64 on the host; NO_NUMBER if the largest logit is not finite.
 
     The result takes a few kilobytes, the logits hundreds of megabytes. This is the only wait for a device's sweep.
     """
     largest, tokens = logits.max(-1)
-    return on_host(torch.where(largest.isfinite(), tokens, NO_NUMBER))
+    return read(torch.where(largest.isfinite(), tokens, NO_NUMBER))
 
 
 class RowReader:

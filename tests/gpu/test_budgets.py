@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from bough.errors import Unavailable
-from bough.model.batch.batch import Segment
-from bough.model.kv.session_kv import KVArena
+from bough.model.batch.batch import Batch, Segment
+from bough.model.kv.session_kv import KVArena, split_memory
+from bough.model.kv.states import by_kv_place
 from bough.model.sampling.sampler import Row
 from bough.protocol.messages import Verdict
 from bough.protocol.sampling_params import SamplingParams
@@ -214,3 +215,25 @@ def test_a_sampled_sweep_transfers_the_rows_on_the_path(tiny: Path) -> None:
     verdicts, seen = swept(tiny, SamplingParams(seed=1))
     num_walked = sum(1 + len(verdict.accepted_nodes) for verdict in verdicts)
     assert len(seen.stops) == 1 + num_walked, seen.stops
+
+
+@pytest.mark.parametrize("elsewhere", [(), (1,)])
+def test_distinct_experts_on_the_device_are_counted_as_where_the_host_knows_them(
+    elsewhere: tuple[int, ...], tmp_path: Path
+) -> None:
+    """After the sweep, with the tokens: the host waits for nothing more."""
+    folder = save_model(tmp_path / "model", FAMILIES["mixtral"], dtype=torch.bfloat16)
+    tree = Tree.of([3, 8, 9, 8, 12], [-1, 0, 0, 1, 1], [0.0] * 5)
+    counts = []
+    for where in (Where(max_resident=9, elsewhere=elsewhere), Where(expert_slabs=8)):
+        with pretending(), on_the_device(folder, where, torch.bfloat16) as model:
+            shape = model.skeleton.kv_shape()
+            kv = split_memory(shape, 50, device(), by_kv_place(model.skeleton.config, model.tiers.elsewhere))
+            batch = Batch([Segment.tree(KVArena(shape, kv).take(50), 0, tree)], model.rows, model.device)
+            for run in (model.sweep, model.run_layers):
+                notes.clear()
+                _, timings = run(batch)
+                counts.append((timings.num_experts, timings.row_experts))
+                assert where.expert_slabs or len(notes.stops) == 1, notes.stops
+    assert len({*counts}) == 1
+    assert counts[0][0] > counts[0][1] > 0

@@ -37,7 +37,8 @@ NAME = "bough"
 DOWN = "down_proj"
 EXPERT_ROWS = 16  # rows of an expert's products are padded to multiples of this: a library then rounds all equally
 _num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # rows beyond are padding; None: there is none
-_counts: ContextVar[list[tuple[int, int]]] = ContextVar("counts")  # see `counted_experts`
+Choices = list[tuple[int | torch.Tensor, int]]
+_counts: ContextVar[Choices] = ContextVar("counts")  # see `counted_experts`
 Result = TypeVar("Result")
 
 
@@ -149,10 +150,10 @@ def with_rows(num_rows: int) -> Iterator[None]:
 
 
 @contextmanager
-def counted_experts() -> Iterator[list[tuple[int, int]]]:
+def counted_experts() -> Iterator[Choices]:
     """Count the distinct experts that a layer's rows choose, and those of one row, layer by layer within the block.
 
-    Only layers whose choices the host knows are counted: it waits for none.
+    The host waits for none: where only the device knows the choices, its table of `ExpertTiles` is there instead.
     """
     token = _counts.set([])
     try:
@@ -275,6 +276,7 @@ def _sums_of_any_rows(
 
     is_grouped = backend.groups_experts and all(stacks.values())
     if is_grouped:
+        _counts.get([]).append((tiles.table, chosen.shape[1]))
         made = _made(module, hidden, product)
     else:
         made = _made_one_by_one(module, hidden[tiles.places], tiles, chosen.shape[1])

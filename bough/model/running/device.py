@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 
@@ -90,6 +91,15 @@ def on_host(result: torch.Tensor) -> torch.Tensor:
         computed.record(torch.cuda.current_stream(result.device))
         computed.synchronize()
     return result.cpu()
+
+
+def on_host_together(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As `on_host`, for several results at once."""
+    if len(results) == 1:
+        return [on_host(results[0])]
+    parts = [result.contiguous().view(-1).view(torch.uint8) for result in results]
+    read = torch.split(on_host(torch.cat(parts)), [len(part) for part in parts])
+    return [part.clone().view(own.dtype).view(own.shape) for part, own in zip(read, results, strict=True)]
 
 
 def gpu_libraries() -> str:

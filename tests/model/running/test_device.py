@@ -15,7 +15,7 @@ from bough.errors import ConfigError
 from bough.model.architecture.architecture import load_config
 from bough.model.backends import cpu
 from bough.model.kv.session_kv import KVShape
-from bough.model.running.device import choose_device, on_host, require_fast
+from bough.model.running.device import choose_device, on_host, on_host_together, require_fast
 from bough.model.sizes.memory_budget import fixed_bytes
 from bough.sizing.placement import Fixed, Tier
 from draft_worker import worker as draft_workers
@@ -180,3 +180,10 @@ def test_an_old_driver_is_named(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -
         ConfigError, match=r"as torch finds none \(The NVIDIA driver .*\(found version 12020\)\), got cuda"
     ):
         choose_device("cuda")
+
+
+def test_results_of_several_types_are_read_together() -> None:
+    results = [torch.randn(1, 3, 5).bfloat16(), torch.arange(6, dtype=torch.int32).view(2, 3).t(), torch.arange(3)]
+    for own, read in zip(results, on_host_together(results), strict=True):
+        assert read.dtype == own.dtype
+        assert torch.equal(read, own)
