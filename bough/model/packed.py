@@ -7,7 +7,7 @@ float32, then rounded to the compute dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -93,11 +93,45 @@ class InBlocks(NamedTuple):
 
 Packed = Down | Across | Along | InBlocks
 Matrix = torch.Tensor | Packed
+AnyPacked = TypeVar("AnyPacked", bound=Packed)
 
 
 def is_transposed(matrix: Packed) -> bool:
     """Whether the matrix is written out as the transpose of a contiguous one."""
     return isinstance(matrix, Down | Across)
+
+
+def parts_of(matrix: AnyPacked, num_weights: int) -> Iterator[tuple[slice, AnyPacked]]:
+    """Outputs of a matrix, and the matrix of these in the same memory: as many as have about `num_weights`."""
+    whole, inputs = matrix.shape
+    step = _least_outputs(matrix)
+    step *= max(1, num_weights // (inputs * step))
+    for begin in range(0, whole, step):
+        own = slice(begin, min(whole, begin + step))
+        yield own, _part(matrix, own)
+
+
+def _least_outputs(matrix: Packed) -> int:
+    """Outputs that share words, scales or places, of which parts have a multiple."""
+    if isinstance(matrix, InBlocks):
+        return 2 * matrix.half
+    words = 8 if isinstance(matrix, Across) else 32 // matrix.bits
+    height = matrix.block[0] if isinstance(matrix, Along) and len(matrix.scales) > 1 else 1
+    return math.lcm(words, height)
+
+
+def _part(matrix: AnyPacked, own: slice) -> AnyPacked:
+    if isinstance(matrix, InBlocks):
+        return matrix._replace(data=matrix.data[own])
+    words = slice(*(-(-at * (4 if isinstance(matrix, Across) else matrix.bits) // 32) for at in (own.start, own.stop)))
+    if isinstance(matrix, Across):
+        return matrix._replace(words=matrix.words[:, words], zeros=matrix.zeros[:, words], scales=matrix.scales[:, own])
+    if isinstance(matrix, Down):
+        return matrix._replace(words=matrix.words[:, own], zeros=matrix.zeros[:, words], scales=matrix.scales[:, own])
+    height = matrix.block[0]
+    blocks = slice(own.start // height, -(-own.stop // height))
+    zeros = None if matrix.zeros is None else matrix.zeros[words]
+    return matrix._replace(numbers=matrix.numbers[own], scales=matrix.scales[blocks], zeros=zeros)
 
 
 class Stack(NamedTuple):

@@ -17,11 +17,12 @@ from bough.model.backend import Backend
 from bough.model.backends.triton import accumulate_in_float32
 from bough.model.batch.batch import BatchPart, Chunk
 from bough.model.batch.state_steps import StateSteps
-from bough.model.packed import Across, Along, Down, ExpertTiles, InBlocks, Matrix, Packed, Stack
+from bough.model.packed import Across, Along, Down, ExpertTiles, InBlocks, Matrix, Packed, Stack, parts_of
 from bough.model.quant.ggml_blocks import BitField, Numbers
 from bough.model.quant.scaled import E2M1
 from bough.model.threads import all_threads
 
+PART_WEIGHTS = 2**22  # that are unpacked at once: about 100 MB
 EPSILON = 1e-6  # added to squared lengths of queries and keys in the gated delta rule
 
 
@@ -101,14 +102,17 @@ class ReferenceBackend(Backend):
         return take_steps(qkv, decay, beta, steps.steps.tolist(), states, num_key_heads, begin)
 
     def write(self, matrix: Packed, out: torch.Tensor) -> None:
-        if isinstance(matrix, Down):
-            out.copy_(_from_down(matrix).t())
-        elif isinstance(matrix, Across):
-            out.copy_(_from_across(matrix).t())
-        elif isinstance(matrix, Along):
-            out.copy_(_from_along(matrix))
-        else:
-            out.copy_(_from_blocks(matrix))
+        """In parts: torch's operators take up to 30 bytes for each weight, for which no budget has room."""
+        for outputs, part in parts_of(matrix, PART_WEIGHTS):
+            out[outputs].copy_(_written(part))
+
+
+def _written(matrix: Packed) -> torch.Tensor:
+    if isinstance(matrix, Down):
+        return _from_down(matrix).t()
+    if isinstance(matrix, Across):
+        return _from_across(matrix).t()
+    return _from_along(matrix) if isinstance(matrix, Along) else _from_blocks(matrix)
 
 
 def _from_down(matrix: Down) -> torch.Tensor:

@@ -12,9 +12,11 @@ import torch
 
 from bough.model.cpu.float_bits import from_half, put_number
 from bough.model.cpu.jit import strict_inline, strict_parallel
-from bough.model.packed import Across, Along, Down, InBlocks, Packed
+from bough.model.packed import Across, Along, Down, InBlocks, Packed, parts_of
 from bough.model.quant.ggml_blocks import BlockType, Numbers
 from bough.model.quant.scaled import E2M1
+
+PART_WEIGHTS = 2**24  # with numbers by rows, for which scales and zeros in float32 may take half a byte each
 
 
 def write(matrix: Packed, out: torch.Tensor) -> None:
@@ -24,7 +26,8 @@ def write(matrix: Packed, out: torch.Tensor) -> None:
     elif isinstance(matrix, Across):
         write_across(matrix, out.t())
     elif isinstance(matrix, Along):
-        write_along(matrix, out)
+        for outputs, part in parts_of(matrix, PART_WEIGHTS):
+            write_along(part, out[outputs])
     else:
         write_blocks(matrix, out)
 

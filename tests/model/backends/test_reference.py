@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bough.errors import ConfigError
 from bough.model.backend import Backend, backend_of, choose_backend, computing_by, load
+from bough.model.backends import reference
 from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.state_steps import chain_steps
 from bough.model.checkpoint.tensor_source import FreshMemory
+from bough.model.cpu import unpack
 from bough.model.kv.session_kv import KVShape, KVSlot
+from bough.model.packed import Along, InBlocks
 from bough.model.quant.formats import SAMPLES
 from loadtest.common.tiny_model import TINY, save_model
 from tests.fakes.model.families import random_tree
@@ -81,6 +86,41 @@ def test_weights_are_unpacked_to_the_same_bits(name: str, dtype: torch.dtype) ->
     with computing_by("reference"):
         found = packed.value(raw, dtype, FreshMemory(CPU))
     assert torch.equal(found, wanted)
+
+
+class _Largest(TorchDispatchMode):
+    """Bytes of the largest tensor made within the block, other than views."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
+            self.num_bytes = max(self.num_bytes, out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("backend", [REFERENCE, CPU_KERNELS], ids=["reference", "cpu"])
+@pytest.mark.parametrize("name", [*SAMPLES, "by pairs of rows"])
+def test_weights_are_unpacked_in_parts(name: str, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, they took up to 27 bytes each with the reference, and scales of two levels a quarter: no budget had room.
+
+    With GGUF's rows of a head of 40, parts are of whole heads.
+    """
+    source = SAMPLES.get(name, SAMPLES["Q4_K"])(480, 256)
+    matrix = source.packed(source.random(np.random.default_rng(0)))
+    if name not in SAMPLES:
+        assert isinstance(matrix, InBlocks)
+        matrix = matrix._replace(half=20)
+    whole = backend.written_out(matrix, torch.bfloat16)
+    out = torch.empty_like(whole)
+    for module in (reference, unpack):
+        monkeypatch.setattr(module, "PART_WEIGHTS", 2**15)
+    with _Largest() as largest:
+        backend.write(matrix, out)
+    assert torch.equal(out, whole)
+    if backend is REFERENCE or isinstance(matrix, Along):
+        assert 0 < largest.num_bytes <= 2**15 * (8 if backend is REFERENCE else 0.5)
 
 
 def swept(name: str, dtype: torch.dtype, folder: Path) -> torch.Tensor:
