@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from bough.model.gpu.unpack_triton import TILE, WIDTH, Layout, bits_of, factors, nearest, operands, rounded, tile
 from bough.model.packed import ExpertTiles, Matrix, Stack
 
-LEAST_ROWS, MOST_ROWS = 16, 128  # rows of a program
+LEAST_ROWS, MOST_ROWS, MOST_FLOAT32_ROWS = 16, 128, 32  # rows of a program
 WARP_GROUPS = (9, 10, 11)  # major capabilities with instructions for 64 rows
 OPTIONS = {16: (4, 4), 32: (4, 4), 64: (4, 3), 128: (8, 3)}  # warps and stages, by rows of a program
 ENTRIES = 1024  # of a program
@@ -104,7 +104,7 @@ def multiply(rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = Non
     out = rows.new_empty(len(flat), matrix.shape[0])
     tensors, sizes, layout = operands(matrix)
     strides = (0, flat.shape[1], 0, out.shape[1], 0)
-    count = _rows_of_program(len(flat))
+    count = _rows_of_program(len(flat), rows.dtype)
     grid = (-(-len(flat) // count), -(-sizes.outputs // WIDTH), 1)
     operands_ = flat, tensors, sizes, bias, bits_of(out), strides, len(flat), None, None, None
     if len(flat):
@@ -119,7 +119,7 @@ def linear_by_head(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     out = rows.new_empty(num_rows, heads, outputs)
     _, sizes, layout = operands(matrices[0])
     strides = (*rows.stride()[:2], outputs, heads * outputs, matrices.stride(0))
-    count = _rows_of_program(num_rows)
+    count = _rows_of_program(num_rows, rows.dtype)
     grid = (-(-num_rows // count), -(-outputs // WIDTH), heads)
     operands_ = rows, (matrices, None, None, None, None), sizes, None, bits_of(out), strides, num_rows, None, None, None
     if num_rows:
@@ -129,17 +129,28 @@ def linear_by_head(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
 
 def multiply_grouped(rows: torch.Tensor, stack: Stack, tiles: ExpertTiles, is_sorted: bool = False) -> torch.Tensor:
     """`Backend.multiply_grouped`."""
-    rows, num_rows, num_experts = rows.contiguous(), len(tiles.places), len(stack.addresses)
+    rows, num_rows, table = rows.contiguous(), len(tiles.places), tiles.table
     tensors, sizes, layout = operands(stack.first, stack.alignment)
     out = rows.new_empty(num_rows, sizes.outputs)
     strides = (0, rows.shape[1], 0, out.shape[1], 0)
-    grid = (len(tiles.table), -(-sizes.outputs // WIDTH), 1)
+    count = rows_of_tile(num_rows, len(stack.addresses))
+    if rows.dtype == torch.float32 and count > MOST_FLOAT32_ROWS:
+        table, count = _cut(table, count, MOST_FLOAT32_ROWS), MOST_FLOAT32_ROWS
+    grid = (len(table), -(-sizes.outputs // WIDTH), 1)
     places = None if is_sorted else tiles.places
-    operands_ = rows, tensors, sizes, stack.bias, bits_of(out), strides, num_rows, places, tiles.table, stack.addresses
-    constants = _constants(rows_of_tile(num_rows, num_experts), rows.dtype, layout)
+    operands_ = rows, tensors, sizes, stack.bias, bits_of(out), strides, num_rows, places, table, stack.addresses
+    constants = _constants(count, rows.dtype, layout)
     if num_rows:
         _multiply[grid](*operands_, layout, **constants | {"ALIGNMENT": stack.alignment})
     return out
+
+
+def _cut(table: torch.Tensor, most: int, fewer: int) -> torch.Tensor:
+    """The table of `ExpertTiles` whose tiles have at most `fewer` entries instead of `most`."""
+    begins = table[:, 1:2] + torch.arange(0, most, fewer, dtype=table.dtype, device=table.device)
+    ends = table[:, 2:]
+    parts = table[:, :1].expand_as(begins), begins.minimum(ends), (begins + fewer).minimum(ends)
+    return torch.stack(parts, 2).view(-1, 3)
 
 
 @triton.jit
@@ -203,12 +214,16 @@ def expert_tiles(numbers: torch.Tensor, choices: torch.Tensor, k: int, num_exper
 
 def rows_of_tile(num_entries: int, num_experts: int) -> int:
     """Most entries of one of an expert's tiles."""
-    return _rows_of_program(num_entries // num_experts)
+    return _rows_of_program(num_entries // num_experts, torch.bfloat16)
 
 
-def _rows_of_program(num_rows: int) -> int:
-    """The next power of two, without Triton's functions: they take microseconds, and a sweep has thousands of calls."""
-    return min(MOST_ROWS, max(_least_rows(), 1 << max(0, num_rows - 1).bit_length()))
+def _rows_of_program(num_rows: int, dtype: torch.dtype) -> int:
+    """The next power of two, without Triton's functions: they take microseconds, and a sweep has thousands of calls.
+
+    In float32 there are no tensor cores' instructions, and sums of more rows would not fit in registers.
+    """
+    least, most = (LEAST_ROWS, MOST_FLOAT32_ROWS) if dtype == torch.float32 else (_least_rows(), MOST_ROWS)
+    return min(most, max(least, 1 << max(0, num_rows - 1).bit_length()))
 
 
 def _least_rows() -> int:

@@ -164,6 +164,19 @@ def test_products_by_expert_have_the_bits_of_each_experts(name: str) -> None:
     assert torch.equal(again[:9], found[:9])
 
 
+def test_programs_have_few_rows_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 would not fit in registers. Tiles of experts, which are of any type, are cut."""
+    counts, constants = [], product_triton._constants
+    monkeypatch.setattr(product_triton, "_constants", lambda rows, *of: counts.append(rows) or constants(rows, *of))
+    rows, matrices = numbers(150, 64), [numbers(40, 64, seed=seed) for seed in range(2)]
+    tiles = tiles_of((torch.arange(150) >= 3).long()[:, None], 2)
+    found = product_triton.multiply_grouped(rows, Stack.of(matrices), tiles)
+    assert torch.equal(found[:3], product_triton.multiply(rows[:3], matrices[0]))
+    assert torch.equal(found[3:], product_triton.multiply(rows[3:], matrices[1]))
+    assert torch.equal(product_triton.linear_by_head(rows[None], matrices[1][None])[3:, 0], found[3:])
+    assert set(counts) == {16, 32}
+
+
 @pytest.mark.parametrize(
     ("num_rows", "k", "num_experts"), [(1, 2, 8), (3, 1, 1), (40, 4, 8), (100, 2, 3), (64, 8, 128), (200, 1, 2)]
 )
