@@ -12,6 +12,7 @@ from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import prefix_hash
+from bough.sizing.row_counts import OWN_MOST
 from target_worker.kv.slot_index import SessionSlot, Text
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.job import VerifyJob
@@ -171,7 +172,8 @@ class CallQueue:
     def _rows(self, call: VerifyCall) -> tuple[int, int]:
         """Rows of a slot: for the text rounded up to a step, and for the request's longest text; each plus a tree."""
         limits, now = self._limits, call.context.base_length + 1
-        tree_rows = min(limits.max_nodes, _up_to_whole(limits.rows, len(call.tree)))  # rarely outgrown
+        step = min(limits.rows, OWN_MOST)  # a GPU's products have more rows than most trees
+        tree_rows = min(limits.max_nodes, _up_to_whole(step, len(call.tree)))  # rarely outgrown
         longest = min(limits.max_context, max(call.max_length or limits.max_context, now))
         return min(longest, _up_to_whole(limits.kv_step, now)) + tree_rows, longest + tree_rows
 

@@ -13,6 +13,7 @@ from bough.errors import Exhausted, Preempted, PrefixMissing, StaleEpoch
 from bough.model.kv.session_kv import KVArena
 from bough.protocol.ids import ScopedId
 from bough.protocol.messages import Context, VerifyCall, VerifyResult
+from bough.sizing.row_counts import OWN_MOST
 from bough.trees.tree import Tree
 from target_worker.kv.slot_index import SessionSlot, SlotState, Text
 from target_worker.kv.slot_pool import ASKING_SECONDS, SlotPool
@@ -94,6 +95,15 @@ def test_a_slot_grows_in_steps_up_to_its_limit(engine: SweepEngine, pool: SlotPo
     engine.release(ScopedId("s0")).result(5)
     engine.verify(brief).result(5)
     assert rows_of(pool, "s1") == PROMPT + 1 + FULL.rows
+
+
+def test_a_tree_has_room_for_fewer_rows_than_a_gpus_layers_compute_together(clock: Clock) -> None:
+    """It was as large as the largest tree: 84 MB more than before for each session of a 70B."""
+    limits = replace(FULL, rows=4 * OWN_MOST, max_nodes=2 * OWN_MOST)
+    pool = SlotPool(KVArena(SHAPE, SHAPE.empty(limits.slot_rows, CPU)), 60.0, clock, STEP)
+    with running(FakeModel(), pool, limits) as engine:
+        assert Caller.of(0).step(engine)
+        assert rows_of(pool, "s0") == STEP + OWN_MOST
 
 
 @pytest.mark.slow
