@@ -381,7 +381,8 @@ class StreamedModel:
     @property
     def arithmetic(self) -> str:
         """Description of the arithmetic, which must be equal for two targets to give the same bits."""
-        return f"{describe(self.rows)}{', layers compiled whole' if self._compiled is not None else ''}"
+        how = ", layers compiled whole" if self._compiled is not None else ""
+        return describe(self.rows, backend_of(self.device)) + how
 
     def _bind(self, index: int, slab: torch.Tensor) -> LayerAt | None:
         """Bind a layer's parameters to a slab.

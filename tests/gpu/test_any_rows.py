@@ -87,3 +87,16 @@ def test_a_sweep_has_no_padding(tiny: Path) -> None:
         batch = Batch([Segment.tree(slot, 0, Tree.root(3))], model.rows, model.device)
         assert batch.num_rows == 1
         assert model.rows == RowCounts(MOST_PART, 1)
+
+
+def test_layers_may_run_row_by_row(tiny: Path) -> None:
+    """By --rows 1 a GPU had no product; its arithmetic is the same as with any other number."""
+    found, arithmetic = [], set()
+    for part in (1, MOST_PART):
+        with pretending(), on_the_device(tiny, Where(), torch.bfloat16, part) as model:
+            slot = _arena(model, device()).take(8)
+            batch = Batch([Segment.tree(slot, 0, Tree.of([3, 4], [-1, 0], [0.0, 0.0]))], model.rows, model.device)
+            found.append(model.sweep(batch)[0].cpu())
+            arithmetic.add(model.arithmetic)
+    assert torch.equal(*found)
+    assert arithmetic == {"products of single rows"}

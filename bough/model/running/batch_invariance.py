@@ -75,12 +75,17 @@ def row_counts(
 
 def product_of(counts: RowCounts, backend: Backend) -> Product:
     """The product for linear layers."""
-    return backend.multiply if counts.step < counts.most else backend.linear
+    return backend.multiply if _are_single(counts, backend) else backend.linear
 
 
-def describe(counts: RowCounts) -> str:
+def describe(counts: RowCounts, backend: Backend) -> str:
     """Description of the arithmetic, which must be equal for two workers to give the same bits."""
-    return "products of single rows" if counts.step < counts.most else f"products of {counts.most} rows"
+    return "products of single rows" if _are_single(counts, backend) else f"products of {counts.most} rows"
+
+
+def _are_single(counts: RowCounts, backend: Backend) -> bool:
+    """Whether a product treats each row separately."""
+    return backend.takes_any_rows or counts.step < counts.most
 
 
 def _linears(layers: nn.ModuleList) -> list[nn.Linear]:
