@@ -162,7 +162,7 @@ class Backend(ABC):
     def attend(
         self, chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
     ) -> torch.Tensor:
-        """Write the rows' keys and values to their slots, and attend to each row's path; returns 0 for padding.
+        """Write the rows' keys and values to their slots, and attend to each row's path; padding has any results.
 
         queries (num_rows, num_heads, head_dim), keys and values (num_rows, num_kv_heads, head_dim); returns (num_rows,
         num_heads, value_dim) in the type of `queries`. `rules` are scale, window, softcap (0: none) and sinks or None.

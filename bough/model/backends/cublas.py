@@ -14,7 +14,7 @@ FIXED = RowCounts(256, 256)  # rows of the library's products: it chooses a kern
 
 
 class CublasBackend(TritonBackend):
-    """Products of a fixed number of rows by torch, in parts and including padding; all else as `TritonBackend`."""
+    """Products by torch, of a fixed number of rows that follow one another in memory; all else as `TritonBackend`."""
 
     name = "cublas"
     takes_packed = False
@@ -22,12 +22,12 @@ class CublasBackend(TritonBackend):
 
     def multiply(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
         weights, flat = self.written_out(matrix, rows.dtype), rows.reshape(-1, rows.shape[-1])
-        out = in_counts(lambda part: nn.functional.linear(part, weights, bias), FIXED, flat)
+        out = in_counts(lambda part: nn.functional.linear(part.contiguous(), weights, bias), FIXED, flat)
         return out.view(*rows.shape[:-1], len(weights))
 
     def linear_by_head(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         by_inputs = matrices.transpose(1, 2)
-        return in_counts(lambda part: torch.bmm(part, by_inputs), FIXED, rows, axis=1).transpose(0, 1)
+        return in_counts(lambda part: torch.bmm(part.contiguous(), by_inputs), FIXED, rows, axis=1).transpose(0, 1)
 
     def describe(self, device: torch.device) -> str:
         """Name of the GPU, and whose products these are."""
