@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bough.config.cache_paths import cache_folder
+from bough.config.processes import DraftConfig, TargetConfig, parse
 from bough.errors import AcceleratorFull, ConfigError
 from bough.model import backend as backends
 from bough.model.backend import REFERENCE_NOTE, RUNGS, backend_of, choose_backend, computing_by, load
@@ -28,7 +29,11 @@ from bough.model.running import kernel_checks, self_check
 from bough.model.running.device import working_on
 from bough.model.running.kernel_checks import Check, _few_outputs, _layout, checks_of
 from bough.model.running.self_check import backend_notes, checked_backend
+from draft_worker import worker as draft_workers
+from draft_worker.worker import DraftWorker
 from loadtest.common.tiny_model import save_model
+from target_worker.sweep import held_layers
+from target_worker.worker import TargetWorker
 from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.model.families import FAMILIES, of_two_layers
 from tests.fakes.model.packed_files import packed_as
@@ -375,6 +380,28 @@ def test_without_a_compiler_the_reference_computes(
                 checked_backend(rung, [device()], skeleton)
             choose_backend("reference", device())
     assert checked_backend("auto", [device()], skeleton).name == RUNGS[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "worker", "kind"), [(held_layers, TargetWorker, TargetConfig), (draft_workers, DraftWorker, DraftConfig)]
+)
+def test_no_worker_is_refused_before_that_choice(
+    module: Any, worker: Any, kind: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chosen(BaseException):
+        pass
+
+    def choose(*_: Any) -> None:
+        raise Chosen
+
+    def refuse(*_: Any) -> None:
+        raise ConfigError("--device: Triton must compile and run kernels")
+
+    monkeypatch.setattr(TritonBackend, "make_ready", refuse)
+    monkeypatch.setattr(module, "choose_device", lambda _: device())
+    monkeypatch.setattr(module, "checked_backend", choose)
+    with pytest.raises(Chosen):
+        worker(parse(kind, "t", ["--model", str(tiny)], {}), "t")
 
 
 def test_kernels_that_pass_are_checked_once(skeleton: Skeleton, num_checks: list[str]) -> None:
