@@ -120,6 +120,11 @@ class SweepTimes:
         self._observe_link(total_seconds / self._volume.value(padded), wait_seconds > WAITED * total_seconds)
         self._fit = None
 
+    @property
+    def mixture(self) -> Mixture | None:
+        """The model's experts, if it has any."""
+        return self._experts.mixture if self._experts is not None else None
+
     def expert_ratio(self, rows: int) -> float:
         """Distinct experts that `rows` rows are expected to choose, over those of one; 0 if there are no experts."""
         return float(self._experts.at(rows)) if self._experts is not None else 0.0

@@ -125,7 +125,8 @@ class SharedSweeps:
     ) -> None:
         """Learn from a sweep, of which so many seconds were waited for the link."""
         if num_in_flight > 1 and self.cost is not None and num_in_flight not in self._beside:
-            self._beside[num_in_flight] = SweepTimes(self.cost.step, self._most_rows, self.cost)
+            times = SweepTimes(self.cost.step, self._most_rows, self.cost, mixture=self.times.mixture)
+            self._beside[num_in_flight] = times
         self.times_of(num_in_flight).observe(num_rows, seconds, waited, link_bytes, expert_ratio)
         self.cost = self.times.curve()
         self.delay.swept(seconds)

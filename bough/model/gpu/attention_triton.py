@@ -4,9 +4,9 @@ A program computes a tile of rows of one slot for one KV head, over a part of th
 once for all rows, and then for each row the keys on its own path. Each row visits its keys in the order of their
 positions, in blocks fixed by position, and all products have the same shape; a block that a row does not see leaves its
 state unchanged. Another kernel folds a row's parts in their order. So a row's result depends only on its query and its
-path, bit for bit, in any tile. Keys and values are read from the slot as stored; sums are in float32. In latent
-attention, keys contain their value as a second part: it is read once for both, and the one KV head is computed as
-several, of some query heads each.
+path, bit for bit, in any tile; but in a draft's captured steps there are no parts. Keys and values are read from the
+slot as stored; sums are in float32. In latent attention, keys contain their value as a second part: it is read once for
+both, and the one KV head is computed as several, of some query heads each.
 """
 
 from __future__ import annotations

@@ -49,6 +49,9 @@ class GraphedSteps:
     Launching kernels takes most of a small model's step on a GPU. A graph is launched as a whole, but has fixed
     addresses and sizes. So a step's inputs are copied together to a fixed buffer; rows and tails are padded to captured
     sizes; and all sessions' keys and values are rows of one memory.
+
+    The host does not know how many keys are read, so attention to more than PART_KEYS is not divided as in other steps
+    and has other bits. Drafts may differ, as they send the probabilities that they chose by.
     """
 
     def __init__(self, skeleton: Skeleton, memory: KVMemory, device: torch.device, capture: Capture) -> None:
@@ -156,14 +159,14 @@ class GpuCapture:
 def graphed_steps(skeleton: Skeleton, memory: KVMemory, device: torch.device, capture: Capture) -> GraphedSteps | None:
     """Capture a model's steps; None, with a warning, if that is not possible.
 
-    Not tried for mixtures: the host waits for each router. Nor for hybrid models, whose recurrent layers take as many
-    steps as paths have nodes. Raises CaptureFailed.
+    Not tried for mixtures: where experts must be made, or differ, the host waits for routers. Nor for hybrid models,
+    whose recurrent layers take as many steps as paths have nodes. Raises CaptureFailed.
     """
     if skeleton.kv_shape().states is not None:
         logger.info("draft steps are launched kernel by kernel: recurrent layers take other steps with every tree")
         return None
     if any(map(has_own_products, skeleton.model.modules())):
-        logger.info("draft steps are launched kernel by kernel: a mixture's experts wait for its routers")
+        logger.info("draft steps are launched kernel by kernel: steps of a mixture of experts are not captured")
         return None
     try:
         with working_on(device), torch.inference_mode():

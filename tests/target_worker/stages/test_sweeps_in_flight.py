@@ -15,6 +15,7 @@ from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.ids import ScopedId
 from bough.protocol.messages import VerifyCall, VerifyResult
+from bough.sizing.distinct_experts import Mixture
 from bough.sizing.sweep_times import SweepTimes
 from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool
@@ -361,6 +362,14 @@ def test_sweep_times_are_learnt_by_the_number_in_flight() -> None:
     assert alone(16) == pytest.approx(1.0, rel=0.05)
     assert beside(16) == pytest.approx(1.7, rel=0.05)
     assert sweeps.cost == alone
+
+
+def test_distinct_experts_are_learnt_by_the_number_in_flight() -> None:
+    times = SweepTimes(1, 64, FLAT, mixture=Mixture(64, 4))
+    sweeps = SharedSweeps(new_pool(Clock(), 8 * 64), DIVIDED, times, 1, 0.0, most_in_flight=2)
+    for _ in range(20):
+        sweeps.observe_times(16, 1.7, 0.0, 0, expert_ratio=2.0, num_in_flight=2)
+    assert sweeps.times_of(2).expert_ratio(16) == pytest.approx(2.0, rel=0.1)
 
 
 def test_a_sweep_without_memory_does_not_raise_the_limit_that_another_has_lowered() -> None:
