@@ -20,6 +20,7 @@ from bough.model.packed import ExpertTiles, Matrix, Stack
 LEAST_ROWS, MOST_ROWS, MOST_FLOAT32_ROWS = 16, 128, 32  # rows of a program
 WARP_GROUPS = (9, 10, 11)  # major capabilities with instructions for 64 rows
 OPTIONS = {16: (4, 4), 32: (4, 4), 64: (4, 3), 128: (8, 3)}  # warps and stages, by rows of a program
+MOST_REGISTERS = 255  # of a thread: the assembler would rather spill some to run more programs at once
 ENTRIES = 1024  # of a program
 _VARYING = ("num_rows",)  # must not be specialised on, see `attention_triton`
 
@@ -250,4 +251,6 @@ def _constants(num_rows: int, dtype: torch.dtype, layout: Layout) -> dict[str, o
     num_stages = 2 if not layout.factors or (layout.blocks and not layout.blocks.half) else num_stages
     constants: dict[str, object] = {"BLOCK_M": num_rows, "IN_HALVES": in_halves}
     constants |= {"IS_BF16": is_bf16, "ALIGNMENT": 16, "num_warps": num_warps}
+    if layout.blocks:
+        constants["maxnreg"] = MOST_REGISTERS
     return constants | {"num_stages": num_stages if in_halves else 1, "enable_fp_fusion": False}
