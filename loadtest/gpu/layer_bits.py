@@ -71,8 +71,7 @@ def layer_bits(device: torch.device, matrices: Sequence[tuple[int, int]], num_ro
                 equal += _product(rows, weight)
                 del weight
         hidden_size = matrices[0][1]
-        norm = partial(kernels_on(device).norm, weight=rows.random(hidden_size), epsilon=1e-6, kind=Norm())
-        found[f"norm, {name}"] = _alike(rows.results(rows.random(1, hidden_size), norm))
+        found[f"norm, {name}"] = _alike(_norm(rows, hidden_size))
         found[f"attention, {name}"] = _alike(_attention(rows))
     return {
         "rows": num_rows,
@@ -92,6 +91,11 @@ def _product(rows: _Rows, weight: torch.Tensor) -> list[bool]:
         found += [product(row.expand(count, -1).contiguous())[0] for count in OTHER_COUNTS]
         equal += _alike(found)
     return equal
+
+
+def _norm(rows: _Rows, hidden_size: int) -> list[torch.Tensor]:
+    backend, weight = kernels_on(rows.device), rows.random(hidden_size)
+    return rows.results(rows.random(1, hidden_size), lambda batch: backend.norm(batch, weight, 1e-6, Norm()))
 
 
 def _attention(rows: _Rows) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Products with the matrices of a large layer: our kernel, plain and packed, beside cuBLAS's; part of `loadtest.gpu`.
+"""Products with a large layer's matrices: our kernel, plain and packed, against cuBLAS; part of `loadtest.gpu`.
 
 The figures say whether our kernel is worth its place in the ladder of backends, and which sizes it serves badly.
 """

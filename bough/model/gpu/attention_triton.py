@@ -59,8 +59,8 @@ def launch_options(constants: dict[str, int], in_halves: bool) -> dict[str, obje
     """Compiler options, which depend only on the model, as `tile_constants` do.
 
     No family's kernel spills registers with so many warps (`python -m loadtest.gpu.compile_kernels`): large tiles spill
-    with few warps, and heads of 256 with 8. The assembler uses more than 128 registers with 8 only if it is told how
-    many there are. Float32 uses one stage, as its tiles fill the shared memory of a small GPU.
+    with few warps, and heads of 256 with 8. With 8 warps the assembler uses more than 128 registers only if `maxnreg`
+    allows it. Float32 uses one stage, as its tiles fill the shared memory of a small GPU.
     Fusing of products and sums is set, because its default differs between versions of Triton, and with it the bits.
     """
     tile = constants["ROWS"] * constants["GROUP_PADDED"] * constants["DIM_PADDED"]

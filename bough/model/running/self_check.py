@@ -27,6 +27,7 @@ from bough.runtime.exit_status import start_again
 
 LOST = "BOUGH_LOST_BY_"  # and a backend's name: a variable with the error, of a process that was started again
 MODEL = Path(__file__).parents[1]
+CODE = ".", "gpu", "backends", "quant", "running"  # folders whose code decides what a check finds
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +86,9 @@ def _known_failure(rung: str, device: torch.device, skeleton: Skeleton) -> str:
     except Exception as exc:  # not cached, as what is missing may be installed
         return str(exc) if isinstance(exc, ConfigError) else f"{type(exc).__name__}: {exc}"
     key = hashlib.sha256("\n".join((card(device), str(skeleton.dtype), *(check.name for check in checks))).encode())
-    for code in (
-        code
-        for folder in (".", "gpu", "backends", "quant", "running")
-        for code in sorted((MODEL / folder).glob("*.py"))
-    ):
-        key.update(code.read_bytes())
+    for folder in CODE:
+        for code in sorted((MODEL / folder).glob("*.py")):
+            key.update(code.read_bytes())
     file, known = cache_folder() / "self-checks" / f"{key.hexdigest()[:32]}.json", dict[str, str]()
     with suppress(OSError, ValueError, AttributeError):  # missing or damaged
         known = {name: str(failure) for name, failure in json.loads(file.read_text()).items()}

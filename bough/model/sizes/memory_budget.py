@@ -310,9 +310,8 @@ def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Tar
     """The part of `activation_bytes` on a device with layers but no output head."""
     size, rows, tokens = shape.dtype.itemsize, max(limits.rows, OWN_MOST), _sweep_rows(limits)
     num_chosen = int(getattr(config, "num_experts_per_tok", None) or 0)  # outputs of a row's experts before their sum
-    further = (
-        0 if num_chosen else max(0, tokens - max(rows, SWEEP_TOKENS))
-    )  # a mixture's rows wait for their experts together
+    # A mixture's rows wait for their experts together.
+    further = 0 if num_chosen else max(0, tokens - max(rows, SWEEP_TOKENS))
     copies = (tokens - further) * (HIDDEN_COPIES + num_chosen) + further * FURTHER_COPIES
     hidden = copies * hidden_bytes(config, shape.dtype)
     width = int(getattr(config, "intermediate_size", 4 * config.hidden_size))
